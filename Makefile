@@ -8,13 +8,24 @@ BIN := .venv/bin
 ENGINE_CLASSES := tests/integration/test_events_engine_classes.py
 # Real engines that test-engines and bench-engines run.
 ENGINES ?= sglang vllm
+# Parts of test-engines, each below 20 minutes on two cores: the tests whose names end so, and in the first one all others.
+ENGINE_PARTS := handoffs faults slowness caches
+$(if $(filter-out $(ENGINE_PARTS),$(PART)),$(error PART is one of $(ENGINE_PARTS)))
+faults := _faults _held _router
+slowness := _held_interpreter _load
+caches := _events _hicache _hierarchical _offloading _plugin _prefetch _tier
+tests_of = $(if $($(2)),$(wildcard $($(2):%=tests/engines/test_$(1)%.py)),$(filter-out $(foreach part,$(filter-out handoffs,$(ENGINE_PARTS)),$(call tests_of,$(1),$(part))),$(wildcard tests/engines/test_$(1)*.py)))
+# Without a file pytest would run all tests there are.
+engine_pytest = $(if $(2),$(PYTEST) .venv-$(1)/bin/python -m pytest $(2),echo "no tests of $(1)")
+# What each part of the tests ends with.
+SLOWEST := --durations=10
 # Proxies of the machine are no business of loopback traffic, and neither are a developer's own settings.
 PYTEST := env -u http_proxy -u https_proxy -u HTTP_PROXY -u HTTPS_PROXY
 
 # The whole request trace, where it is at hand; a sample is committed.
 test-all bench: export TEST_TRACE ?= $(wildcard ../shared/traces/conversation_trace.jsonl)
 
-.PHONY: help demo test test-all test-engines test-nixl soak mutants coverage test-clients clients bench bench-engines gen lint contract lock clean
+.PHONY: help demo test test-all test-engines test-nixl soak mutants coverage test-clients clients native bench bench-engines docs release-check gen lint types style contract lock clean
 
 help:  ## What there is.
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1 \t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -23,21 +34,21 @@ demo:  ## One real hand-off: prefill and decode in two processes, tokens compare
 	@.ci/setup main
 	@$(BIN)/kvgrpc demo $(ARGS)
 
-test: lint test-clients  ## What CI runs: lint, drift, all quick tests, tests/contract on protobuf 6 and 7 (ARGS="tests/unit -k plan").
+test: lint  ## What CI runs: lint, drift, clients but Java and C++, all quick tests, tests/contract on protobuf 6 and 7 (ARGS="tests/unit -k plan").
+	@.ci/clients go rust typescript
 	@.ci/setup etcd
-	@$(BIN)/python -m pytest -m "not slow" $(or $(ARGS),--ignore=tests/contract)
+	@$(BIN)/python -m pytest -m "not slow" $(SLOWEST) $(or $(ARGS),--ignore=tests/contract)
 	@$(if $(ARGS),,$(MAKE) contract)
 
 test-all: lint test-clients  ## The same with the long tests.
-	@$(BIN)/python -m pytest $(or $(ARGS),--ignore=tests/contract)
+	@$(BIN)/python -m pytest $(SLOWEST) $(or $(ARGS),--ignore=tests/contract)
 	@$(if $(ARGS),,$(MAKE) contract SLOW=yes)
 
-test-engines:  ## Real engines, prefill and decode, over kvgrpc: tokens, faults, restarts (ENGINES=vllm for one; ARGS as in test).
+test-engines:  ## Real engines, prefill and decode, over kvgrpc: tokens, faults, restarts (ENGINES=vllm; PART=faults; ARGS as in test).
 	@for engine in $(ENGINES); do .ci/setup $$engine; done
-	@for engine in $(ENGINES); do \
-	  $(PYTEST) .venv-$$engine/bin/python -m pytest $(or $(ARGS),tests/engines $$([ $$engine = vllm ] || echo $(ENGINE_CLASSES))); \
-	done
-	@$(if $(ARGS),,$(if $(filter vllm,$(ENGINES)),.ci/setup main; $(PYTEST) $(BIN)/python -m pytest $(ENGINE_CLASSES)))
+	@$(foreach engine,$(ENGINES),$(foreach part,$(if $(ARGS),all,$(or $(PART),$(ENGINE_PARTS))),\
+	  $(call engine_pytest,$(engine),$(or $(ARGS),$(strip $(call tests_of,$(engine),$(part)) $(if $(filter sglangcaches,$(engine)$(part)),$(ENGINE_CLASSES)))));))
+	@$(if $(ARGS),,$(if $(filter vllmcaches,$(ENGINES:%=%$(or $(PART),caches))),.ci/setup main; $(PYTEST) $(BIN)/python -m pytest $(ENGINE_CLASSES)))
 	@echo "kvgrpc engines: OK ($(ENGINES))"
 
 test-nixl:  ## The suites of storage backends with the real NIXL, in an environment of its own.
@@ -46,14 +57,20 @@ test-nixl:  ## The suites of storage backends with the real NIXL, in an environm
 
 clients: test-clients
 
-test-clients:  ## Clients in Go, Rust, TypeScript: generated code, build, tests; says which it skipped for want of tools.
+test-clients:  ## Clients in Go, Rust, TypeScript, examples in Java, C++: generated, built, tested, scenarios; says what it skipped.
 	@.ci/clients
 
-soak:  ## Thousands of hand-offs while ranks are killed, rooms cancelled, writes fail (SOAK=full: 20,000 in ten minutes).
-	@.ci/setup main
-	@$(PYTEST) $(BIN)/python -m tests.soak $(if $(filter full,$(SOAK)),--rooms 20000 --seconds 600) $(ARGS)
+release-check:  ## A release, tried and not published: all artifacts, each installed into an empty environment and used.
+	@.ci/release-check
 
-mutants:  ## Small faults in the pure folders, one at a time: which does no test notice? (ARGS="protocol --sample 100")
+docs:  ## The site, into build/site: every link checked, reference from docstrings and protos, no host but its own.
+	@.ci/docs
+
+soak:  ## Thousands of hand-offs, then pulls, while ranks are killed, rooms cancelled, writes fail (SOAK=full: 20,000 in ten minutes).
+	@.ci/setup main
+	@$(PYTEST) $(BIN)/python -m tests.soak $(if $(filter full,$(SOAK)),--rooms 20000 --seconds 600 --pull-seconds 120) $(ARGS)
+
+mutants:  ## Small faults, one at a time: which does no test notice? (ARGS="protocol --sample 100"; runtime, rpc, server, … for shells)
 	@.ci/setup main
 	@$(PYTEST) $(BIN)/python -m tests.mutants $(ARGS)
 
@@ -66,8 +83,12 @@ contract:  ## tests/contract without torch and Mooncake: on the floors of pyproj
 	@for world in protobuf6 protobuf7; do \
 	  .ci/setup $$world; \
 	  echo "contract tests on" $$(.venv-$$world/bin/python -c "import grpc, google.protobuf as p; print('protobuf', p.__version__, 'grpcio', grpc.__version__)"); \
-	  .venv-$$world/bin/python -m pytest tests/contract -q $(if $(SLOW),,-m "not slow"); \
+	  .venv-$$world/bin/python -m pytest tests/contract -q $(SLOWEST) $(if $(SLOW),,-m "not slow"); \
 	done
+
+native:  ## kvgrpc-index, the index in Rust, into .venv/bin, where there is cargo.
+	@.ci/setup main
+	@.ci/rust native $(BIN)
 
 bench:  ## Every benchmark beside its baseline (ONLY=control,events for some).
 	@.ci/setup main
@@ -81,7 +102,10 @@ bench-engines:  ## The same engines and requests over kvgrpc and over their own 
 
 gen:  ## Generated code of all languages, and docs/errors.md, from protos/.
 	@.ci/setup gen
+	@.ci/setup main
 	@.ci/generate .
+	@PYTHONPATH=. $(BIN)/python .ci/settings_page.py docs/settings.md
+	@PYTHONPATH=. $(BIN)/python .ci/sync_client.py kvgrpc/client/sync.py
 	@.ci/typescript gen
 	@.ci/go gen
 	@.ci/rust gen
@@ -89,9 +113,14 @@ gen:  ## Generated code of all languages, and docs/errors.md, from protos/.
 lint:  ## Style, types, which module may import which, protos, drift of generated files, broken promises.
 	@.ci/setup main
 	@.ci/setup gen
+	@$(MAKE) --jobs=2 --output-sync types style
+
+types:
+	@$(BIN)/mypy
+
+style:
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 	@.venv-gen/bin/buf lint
 	@.venv-gen/bin/buf format --diff --exit-code

@@ -25,7 +25,10 @@ from benchmarks.rows import (
     index,
     limits,
     liveness,
+    native_index,
     prefetch,
+    pull,
+    pull_ttft,
     registry,
     storage,
 )
@@ -74,8 +77,11 @@ def all_benchmarks(plan: Plan) -> list[Benchmark]:
         storage,
         cache,
         prefetch,
+        pull,
+        pull_ttft,
         events,
         index,
+        native_index,
     )
     return [benchmark for family in families for benchmark in family.benchmarks(plan)]
 

@@ -83,7 +83,7 @@ async def measure(ranks: int) -> None:
     for pooled in (False, True):
         feed = Feed(EngineFilter(pools=pooled), lambda: registry.table, pools)
         began = time.process_time()
-        messages, _ = feed.behind(-1)
+        messages, _ = await feed.behind(-1)
         seconds, size = time.process_time() - began, sum(map(len, messages))
         what = "full state with pools" if pooled else "full state without pools"
         say(what, size / ranks, f"B a rank, {len(messages)} messages, encoded once in {seconds:.2f} s")
@@ -93,7 +93,7 @@ async def measure(ranks: int) -> None:
     changed = registry.table.engine("engine-0")
     assert changed is not None
     feed = Feed(EngineFilter(pools=False), lambda: registry.table, pools)
-    feed.behind(-1)
+    _, position = await feed.behind(-1)
     began = time.process_time()
     for number in range(1_000):
         row_now = changed.rows()[number % 8]
@@ -107,8 +107,9 @@ async def measure(ranks: int) -> None:
         )
         registry.register([newer])
         feed.publish(registry.table.take_changes())
+        told, position = await feed.behind(position)
     say("replace a rank and encode the change once", (time.process_time() - began) / 1_000 * 1e6, "us")
-    say("a change on the wire", len(feed._log[-1]), "B a reader")
+    say("a change on the wire", len(told[-1]), "B a reader")
 
 
 async def measure_readers(readers: int) -> None:

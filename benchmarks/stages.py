@@ -56,8 +56,8 @@ class Stage:
 
 COLD = (
     Stage("receiver is made", "decode", "receiver", "KVReceiver.__init__"),
-    Stage("loop asks the registry", "decode", "runtime.resolve", "Routes._ask"),
-    Stage("registry has answered", "decode", "runtime.resolve", "Routes._bind"),
+    Stage("loop asks the registry", "decode", "runtime.resolve", "PrefillResolver._ask"),
+    Stage("registry has answered", "decode", "runtime.resolve", "PrefillResolver._bind"),
     Stage("session is dialled", "decode", "runtime.decode_manager", "DecodeManager._dial"),
     Stage("hello is read", "prefill", "runtime.prefill_manager", "PrefillManager._open"),
     Stage("peer is attached", "prefill", "runtime.worker", "TransferWorker._attach_early"),

@@ -36,6 +36,7 @@ __all__ = [
     "OperationNotFound",
     "PageStateInvalid",
     "PagesHeld",
+    "PagesInUse",
     "ParallelLayoutMismatch",
     "PeerLost",
     "PeerUnreachable",
@@ -103,6 +104,7 @@ class Reason(enum.IntEnum):
     CHECKSUM_MISMATCH = 30
     WRONG_AUDIENCE = 31
     CREDENTIALS_EXPIRED = 32
+    PAGES_IN_USE = 33
     IDENTITY_MISMATCH = 35
     OPERATION_NOT_FOUND = 50
     REQUEST_ID_REUSED = 51
@@ -387,6 +389,12 @@ class ChecksumMismatch(KvGrpcError):
     """The pages that arrived differ from those sent. Retry with a new attempt; where it repeats, suspect memory."""
 
     reason, code = Reason.CHECKSUM_MISMATCH, "DATA_LOSS"
+
+
+class PagesInUse(KvGrpcError):
+    """An engine gave a page that another of its rooms still has. A bug of the engine or its adapter."""
+
+    reason, code = Reason.PAGES_IN_USE, "FAILED_PRECONDITION"
 
 
 class StorageFailed(KvGrpcError):

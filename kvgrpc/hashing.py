@@ -55,7 +55,7 @@ def each_page_hash(tokens: Tokens, page_tokens: int, *, after: bytes = b"", bigr
 
 
 def storage_seed(extra_key: str | None = None, cache_salt: str | None = None) -> bytes:
-    """What the page hashes of a namespace in SGLang's storage begin with; empty for the common namespace.
+    """Returns what the page hashes of a namespace in SGLang's storage begin with; empty for the common namespace.
 
     An empty key or salt is one too: None says that there is none. SGLang's requests make None of an empty salt.
     """
@@ -63,13 +63,14 @@ def storage_seed(extra_key: str | None = None, cache_salt: str | None = None) ->
 
 
 def event_seed(cache_salt: str | None = None) -> bytes:
-    """What the page hashes of a salt begin with in SGLang's events; empty without a salt (an empty one is one)."""
+    """Returns what the page hashes of a salt begin with in SGLang's events; empty without a salt (an empty one is
+    one)."""
     return b"" if cache_salt is None else hashlib.sha256(b"sglang-cache-salt-v1\0" + cache_salt.encode()).digest()
 
 
 def event_namespace(extra_key: str | None = None, cache_salt: str | None = None) -> bytes:
-    """What SGLang (0.5.22 and newer) hashes into each number of its events: of a request with a LoRA adapter by its key
-    alone, with ``format: dynamo`` by key and salt. Empty: nothing. For ``sglang_event_hash``.
+    """Returns what SGLang (0.5.22 and newer) hashes into each number of its events: of a request with a LoRA adapter by
+    its key alone, with ``format: dynamo`` by key and salt. Empty: nothing. For ``sglang_event_hash``.
     """
     return _namespace_seed(b"sglang-kv-event-namespace-v1", extra_key, cache_salt)
 
@@ -156,8 +157,8 @@ def _extra_keys(
     start: int,
     end: int,
 ) -> tuple[tuple[str | int, ...], ...] | None:
-    """What else vLLM hashes of a block. Each string is an object of its own, as in the engine: pickle writes one that
-    it has written before as a reference."""
+    """Returns what else vLLM hashes of a block. Each string is an object of its own, as in the engine: pickle writes
+    one that it has written before as a reference."""
     keys: list[tuple[str | int, ...]] = []
     if lora is not None:
         keys.append(("lora", _copied(lora[0]), _copied(lora[1])))
@@ -176,7 +177,8 @@ def _copied(text: str) -> str:
 
 
 def _pages(tokens: Tokens, page_tokens: int, bigram: bool) -> Iterator[bytes]:
-    """What SGLang hashes of each page: 4 little-endian bytes a word, or a mark and 8 where one word needs them."""
+    """Yields what SGLang hashes of each page: 4 little-endian bytes a word, or a mark and 8 where one word needs
+    them."""
     try:
         words = array("I", tokens)
     except (OverflowError, TypeError):

@@ -50,6 +50,7 @@ class Role(enum.IntEnum):
 
     PREFILL = 1
     DECODE = 2
+    UNIFIED = 3
 
 
 class Tier(enum.IntEnum):
@@ -161,12 +162,11 @@ class ModelIdentity:
 UNKNOWN_MODEL = ModelIdentity()
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """Memory of one layer and component of a pool. ``address`` is in the owner's address space, sizes are bytes.
 
     ``layer``: its number in the whole model, whatever the pipeline stage. ``component``: one of COMPONENTS, or a word
-    that both engines use.
+    that both engines use. A tuple, which the garbage collector does not look at: a registry has millions.
     """
 
     layer: int
@@ -227,9 +227,14 @@ class Pool:
                 ``{(0, "k"): keys[0], (0, "v"): values[0], …}``. Their memory stays the caller's, who keeps it alive.
             page_tokens, name, kind, axes, heads_total, head_start, head_count: as the attributes.
 
-        Raises InvalidRequest for arrays whose pages are not dense, or differ in number, dtype or location.
+        Raises InvalidRequest for flat arrays, and for those whose pages are not dense, or differ in number, dtype or
+        location.
         """
         by_key = arrays if isinstance(arrays, Mapping) else {(n, component): each for n, each in enumerate(arrays)}
+        for (layer, part), array in by_key.items():
+            if len(getattr(array, "shape", (0, 0))) < 2:
+                rule = "at least two axes, pages first: a flat array has a page for each of its numbers"
+                raise InvalidRequest.of(f"arrays[{layer}, {part!r}]", f"shape {tuple(array.shape)}", rule)
         found = [(key, rows_of(array, f"arrays[{key[0]}, {key[1]!r}]")) for key, array in by_key.items()]
         if not found:
             raise InvalidRequest.of("arrays", "empty", "at least one array")
@@ -250,7 +255,7 @@ class Pool:
 
     def without_addresses(self) -> Pool:
         """The shape alone, as it is told to a registry and to people."""
-        return replace(self, regions=tuple(replace(region, address=0) for region in self.regions))
+        return replace(self, regions=tuple(region._replace(address=0) for region in self.regions))
 
 
 def new_epoch() -> int:
@@ -351,6 +356,23 @@ def _overlaps_of(cluster: Sequence[tuple[int, Region]], path: str) -> Iterator[V
         if region.page_stride_bytes != stride or place + region.page_bytes > next_place:
             rule = f"memory of its own: its pages lie among those of regions[{other}]"
             yield Violation(f"{path}.regions[{number}].address", rule, region.address)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """What an engine has to do, and how quickly it does it; 0 where nobody told it.
+
+    ``page_tokens`` and ``page_bytes``: of its host cache, where it lends and takes pages. ``lent_pulls`` and
+    ``taken_pulls`` are in flight. ``pull_rates``: engines that lend, and bytes in a second, the newest first.
+    """
+
+    prefill_tokens_per_second: float = 0.0
+    waiting_tokens: int = 0
+    page_tokens: int = 0
+    page_bytes: int = 0
+    lent_pulls: int = 0
+    taken_pulls: int = 0
+    pull_rates: tuple[tuple[str, float], ...] = ()
 
 
 def raise_if(violations: Sequence[Violation]) -> None:

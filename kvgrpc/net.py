@@ -58,7 +58,7 @@ def port_of(text: str, lowest: int = 1) -> int | None:
 
 
 def is_unix(address: str) -> bool:
-    """Whether it is a Unix socket: "unix:/path", "unix-abstract:name"."""
+    """True if it is a Unix socket: "unix:/path", "unix-abstract:name"."""
     return address.startswith(_UNIX)
 
 
@@ -71,12 +71,12 @@ def unix_path(address: str) -> str:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether binding it means every address of this host."""
+    """True if binding it means every address of this host."""
     return host in _WILDCARDS
 
 
 def is_local(address: str) -> bool:
-    """Whether only this host reaches "host:port" or "unix:/path". Wildcards and unknown names are not local."""
+    """True if only this host reaches "host:port" or "unix:/path". Wildcards and unknown names are not local."""
     if is_unix(address):
         return True
     host = split(address)[0]
@@ -84,7 +84,8 @@ def is_local(address: str) -> bool:
 
 
 def check_target(address: object, field: str = "address") -> str:
-    """What a client is to dial: "host:port" with a port from 1 to 65535, or a Unix socket. Raises InvalidRequest."""
+    """Returns what a client is to dial: "host:port" with a port from 1 to 65535, or a Unix socket. Raises
+    InvalidRequest."""
     if isinstance(address, str):
         if is_unix(address) and len(address) > len("unix:"):
             return address
@@ -98,7 +99,7 @@ def check_target(address: object, field: str = "address") -> str:
 
 
 def check_listen(address: object, field: str = "listen", *, unix: bool = True) -> str:
-    """What a server is to bind: "host:port", port 0 for a free one, or a Unix socket. Raises InvalidRequest."""
+    """Returns what a server is to bind: "host:port", port 0 for a free one, or a Unix socket. Raises InvalidRequest."""
     if isinstance(address, str) and unix and is_unix(address):
         return address
     if isinstance(address, str) and port_of(split(address)[1], lowest=0) is not None:
@@ -108,7 +109,8 @@ def check_listen(address: object, field: str = "listen", *, unix: bool = True) -
 
 
 def target_of(address: str) -> str:
-    """What a token names that is sent to ``address``: the address in its one spelling (docs/security.md, tokens)."""
+    """Returns what a token names that is sent to ``address``: the address in its one spelling (docs/security.md,
+    tokens)."""
     path = unix_path(address)
     if path or is_unix(address):
         return f"unix:{path}" if path else address
@@ -118,7 +120,7 @@ def target_of(address: str) -> str:
 
 
 def advertised(bound: str, advertise: str) -> str:
-    """What peers dial: the advertised host with the bound port, unless the advertised one names its own."""
+    """Returns what peers dial: the advertised host with the bound port, unless the advertised one names its own."""
     if not advertise:
         return bound
     host, port = split(advertise)
@@ -204,7 +206,7 @@ class AddressPolicy:
         )
 
     def trusts(self, target: str) -> bool:
-        """Whether "host:port" was configured or listed: loopback by itself is only what a request named."""
+        """True if "host:port" was configured or listed: loopback by itself is only what a request named."""
         address = parse_bootstrap_addr(target)
         return (address.host, address.port) in self._configured or self._lists(address.host)
 
@@ -258,13 +260,13 @@ def not_dialable(address: str, why: str) -> AddressNotAllowed:
 
 
 def peer_is_local(peer: str) -> bool:
-    """Whether ``ServicerContext.peer()`` names this host: loopback or a UNIX socket. Unknown forms do not."""
+    """True if ``ServicerContext.peer()`` names this host: loopback or a UNIX socket. Unknown forms do not."""
     came = _who_came(peer)
     return came.startswith("unix:") or (came.startswith(("ipv4:", "ipv6:")) and is_local(caller_address(came)))
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a normalised host is loopback by its number or name."""
+    """True if a normalised host is loopback by its number or name."""
     ip = _ip(host)
     return host == "localhost" if ip is None else ip.is_loopback
 

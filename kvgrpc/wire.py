@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Mapping
 
 from google.protobuf.duration_pb2 import Duration
 
 from kvgrpc.errors import MAX_MESSAGE_CHARS, Failure, InvalidRequest, Reason
-from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, RankRef, Region, Role
+from kvgrpc.model import Attention, EngineLoad, Layout, ModelIdentity, Pool, PoolKind, RankId, RankRef, Region, Role
 from kvgrpc.v1 import common_pb2 as pb
 from kvgrpc.v1 import error_reason_pb2
 
@@ -68,7 +70,7 @@ def role_from_pb(value: int, path: str = "role") -> Role:
     try:
         return Role(value)
     except ValueError:
-        raise InvalidRequest.of(path, value, "ROLE_PREFILL or ROLE_DECODE") from None
+        raise InvalidRequest.of(path, value, "ROLE_PREFILL, ROLE_DECODE or ROLE_UNIFIED") from None
 
 
 def pool_to_pb(pool: Pool) -> pb.PagePool:
@@ -109,7 +111,7 @@ def pool_from_pb(message: pb.PagePool, path: str = "pools[0]", *, addresses: boo
         pages=message.pages,
         dtype=message.dtype,
         regions=tuple(
-            Region(r.layer, r.component, r.address if addresses else 0, r.page_stride_bytes, r.page_bytes)
+            Region(r.layer, sys.intern(r.component), r.address if addresses else 0, r.page_stride_bytes, r.page_bytes)
             for r in message.regions
         ),
         axes=message.axes,
@@ -149,6 +151,46 @@ def failure_from_pb(message: pb.Failure) -> Failure:
     )
 
 
+def load_to_pb(load: EngineLoad) -> pb.EngineLoad:
+    """The newest rates, as many as a message takes."""
+    rates = load.pull_rates[:MAX_PULL_RATES]
+    return pb.EngineLoad(
+        prefill_tokens_per_second=load.prefill_tokens_per_second,
+        waiting_tokens=load.waiting_tokens,
+        page_tokens=load.page_tokens,
+        page_bytes=load.page_bytes,
+        lent_pulls=load.lent_pulls,
+        taken_pulls=load.taken_pulls,
+        pull_rates=[pb.PullRate(engine=engine, bytes_per_second=rate) for engine, rate in rates],
+    )
+
+
+def load_from_pb(message: pb.EngineLoad) -> EngineLoad:
+    """Whatever a rank says, no number is one that cannot be calculated with."""
+    rates = itertools.islice(message.pull_rates, MAX_PULL_RATES)
+    return EngineLoad(
+        prefill_tokens_per_second=_rate(message.prefill_tokens_per_second),
+        waiting_tokens=message.waiting_tokens,
+        page_tokens=message.page_tokens,
+        page_bytes=message.page_bytes,
+        lent_pulls=message.lent_pulls,
+        taken_pulls=message.taken_pulls,
+        pull_rates=tuple((each.engine, _rate(each.bytes_per_second)) for each in rates),
+    )
+
+
+def seconds_to_pb(message: Duration, seconds: float) -> None:
+    """Fills a Duration, with microseconds."""
+    micros = round(min(seconds, _LONGEST_SECONDS) * 1e6)
+    message.seconds, message.nanos = micros // 1_000_000, micros % 1_000_000 * 1_000
+
+
+def _rate(value: float) -> float:
+    return min(value, 1e18) if value > 0 else 0.0  # neither is true of NaN
+
+
+MAX_PULL_RATES = 64
+_LONGEST_SECONDS = 1e9
 _LAST_SECOND = 253_402_300_798  # what a Timestamp can say, less one
 _LONGEST_RETRY_SECONDS = 3600.0
 _METADATA_CHARS = 2048

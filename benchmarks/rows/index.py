@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import grpc
 import msgspec
@@ -20,8 +20,10 @@ from kvgrpc.events.codec import decode_batch
 from kvgrpc.events.following.follower import FollowerCore
 from kvgrpc.events.following.index_servicer import IndexServicer
 from kvgrpc.events.following.messages import Mode
+from kvgrpc.events.following.planning import Placement, Planner, PlanQuestion
 from kvgrpc.events.following.sources import CacheScore, Question, Source, SourceTable, Wanted
 from kvgrpc.events.log.digest import mix
+from kvgrpc.model import EngineLoad
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.options import SERVER_OPTIONS
@@ -29,7 +31,7 @@ from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceStub, add_IndexServiceServicer_to_server
 
-SCORE, MEMORY, APPLY = "index.score", "index.memory", "index.apply"
+SCORE, MEMORY, APPLY, PLAN = "index.score", "index.memory", "index.apply", "index.plan"
 DIRECT, BEST, BATCH = f"{SCORE}.direct", f"{SCORE}.best8", f"{SCORE}.batch16"
 BATCH_PROMPTS = 16
 # Half of what the server is to answer in a second, asked at even distances: 500 single prompts, 1,000 in batches.
@@ -80,6 +82,11 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
             metrics=(Metric(DIRECT, "queries/s", "higher", BASELINE), Metric(f"{DIRECT}.p50", "us", "lower", BASELINE)),
             ours=lambda: InProcess(_fill_table, _ask_table, blocks, queries, DIRECT),
             baseline=lambda: InProcess(_fill_maps, _ask_maps, blocks, queries, DIRECT),
+        ),
+        Benchmark(
+            metrics=(Metric(PLAN, "plans/s", "higher", BASELINE), Metric(f"{PLAN}.p50", "us", "lower", BASELINE)),
+            ours=lambda: InProcess(_fill_hosts, _ask_planner, blocks, queries, PLAN),
+            baseline=lambda: InProcess(_fill_maps, _ask_maps, blocks, queries, PLAN),
         ),
         Benchmark(
             metrics=(Metric(MEMORY, "B/block", "lower", BASELINE),),
@@ -210,6 +217,24 @@ def _fill_table(desk: Desk, blocks: int) -> int:
     return _resident() - before
 
 
+def _fill_hosts(desk: Desk, blocks: int) -> int:
+    """The same blocks on hosts, of engines that say what they have to do."""
+    before, table = _resident(), SourceTable()
+    desk.items[TABLE] = table
+    load = EngineLoad(prefill_tokens_per_second=8_000.0, page_tokens=16, page_bytes=2**21)
+    for engine in range(ENGINES):
+        core = FollowerCore(table.index, lambda payload: [])
+        core.start()
+        core.begun(1, "log", 0, 0, 0.0)
+        core.snapshot(1, 0, 0, [], 0.0)
+        core.snapshot_complete(1, None, 0.0)
+        core.told_load(1, replace(load, waiting_tokens=1_000 * engine))
+        assert core.contents is not None
+        core.contents.blocks.stored("CPU_PINNED", contents(engine, blocks))
+        table.add(f"engine{engine}", 0, core, "", live=False)
+    return _resident() - before
+
+
 def _fill_maps(desk: Desk, blocks: int) -> int:
     before = _resident()
     desk.items[MAPS] = {f"engine{engine}": dict.fromkeys(contents(engine, blocks), 1) for engine in range(ENGINES)}
@@ -266,6 +291,17 @@ def _ask_table(desk: Desk, queries: int) -> list[float]:
     return took
 
 
+def _ask_planner(desk: Desk, queries: int) -> list[float]:
+    """Where to run it, of all engines, and from whom to pull."""
+    planner, asked, took = Planner(desk.items[TABLE]), PlanQuestion(Question({0: request()})), []
+    for _ in range(queries):
+        begin = time.perf_counter()
+        ((best, *others),) = planner.plan([asked], 0.0, wanted=Wanted())
+        took.append(time.perf_counter() - begin)
+        assert len(others) == ENGINES - 1 and best.first_token is not None
+    return took
+
+
 def _ask_maps(desk: Desk, queries: int) -> list[float]:
     maps, asked, took = desk.items[MAPS], request(), []
     for _ in range(queries):
@@ -295,6 +331,11 @@ class _Table:
 
     def page_sizes(self, wanted: Wanted, model: str = "") -> set[int]:
         return self._table.page_sizes(wanted, model)
+
+    def plan_in_steps(
+        self, questions: Sequence[PlanQuestion], wanted: Wanted, *, reserve: bool = False
+    ) -> Iterator[list[Placement] | None]:
+        return Planner(self._table).in_steps(questions, 0.0, wanted=wanted, reserve=reserve)
 
     def not_followed(self) -> list[str]:
         return []

@@ -2,7 +2,7 @@
 
 One prefill rank and ten decode ranks, and a room between each two: a turn gives ten times of each kind. A row is the
 slowest of the ten, and ``.p50`` their median. All times of all turns together, which are fifty of five rounds, are
-printed as p50, p90, largest and how many, a line of the table in docs/operations.md each. The baseline is a bare socket
+printed as p50, p90, largest and how many, as in docs/lab/hand-offs.md. The baseline is a bare socket
 between two processes: what the kernel alone says of a death, and a read that gives up when kvgrpc does.
 """
 

@@ -98,13 +98,13 @@ class Side:
 
 def _open_pool(desk: Desk, pages: int) -> Any:
     """A host pool whose page i holds what ``_content(i)`` says."""
-    from kvgrpc.prefetch.model import Short
+    from kvgrpc.prefetch.model import NotEnoughPages
     from kvgrpc.prefetch.pools.host import HostPool
 
     desk.items["host"] = host = HostPool(page_shape(), pages)
     desk.items["hashes"] = [f"{number:064x}" for number in range(pages)]
     taken = host.table.take(pages)
-    assert not isinstance(taken, Short)
+    assert not isinstance(taken, NotEnoughPages)
     for page in range(pages):
         host.set_flat(page, _content(page))
     return taken

@@ -77,6 +77,12 @@ func (cache *Cache) Doubtful() bool {
 	return cache.doubtful
 }
 
+// Whole says that it shows all that the cache held at some moment: not where it is doubtful, and not where the log began before what
+// could be read, no snapshot is served, and nothing was cleared since (then there may be more blocks, never fewer).
+func (cache *Cache) Whole() bool {
+	return !cache.partial && !cache.doubtful
+}
+
 func (cache *Cache) clearTier(medium string) {
 	for place := range cache.copies {
 		if place.Medium == medium {

@@ -162,7 +162,7 @@ func (followed *followed) freshness(now time.Time) *kvgrpcv1.Freshness {
 	}
 	if followed.known {
 		told.NextSequence, told.LagBatches = followed.next, max(followed.upcoming, followed.next)-followed.next
-		told.Whole = !followed.cache.partial && !followed.cache.doubtful
+		told.Whole = followed.cache.Whole()
 	}
 	return told
 }

@@ -77,10 +77,12 @@ func (Events) item()  {}
 func (Current) item() {}
 func (Failed) item()  {}
 
+// ErrDiffers is the cause of a Void or Failed where a Cache came to another digest than its publisher.
+var ErrDiffers = errors.New("a digest of the publisher's is not that of its events")
+
 var (
-	errDiffers = errors.New("a digest of the publisher's is not that of its events")
-	errSilent  = fmt.Errorf("nothing came for %s", idleTimeout)
-	errLeft    = errors.New("nobody reads on")
+	errSilent = fmt.Errorf("nothing came for %s", idleTimeout)
+	errLeft   = errors.New("nobody reads on")
 )
 
 // Watch follows a stream until ctx ends, over breaks and restarts.
@@ -325,7 +327,7 @@ func (watch *watcher) tell(item Item) error {
 	}
 	if watch.cache != nil && watch.cache.Hear(item) == Different {
 		watch.known = false
-		return errDiffers
+		return ErrDiffers
 	}
 	watch.stopped = !watch.yield(item)
 	return nil

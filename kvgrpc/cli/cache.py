@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvgrpc.cli.connection import Seconds, calls_a_rank, json_option
+from kvgrpc.cli.connection import Seconds, calls_a_cache, json_option
 from kvgrpc.cli.names import incarnation_name, value_name
 from kvgrpc.cli.output import show_json, show_record, show_table, size
 from kvgrpc.cli.prompt_pages import names_pages
@@ -25,7 +25,7 @@ def cache() -> None:
 
 @cache.command()
 @json_option
-@calls_a_rank
+@calls_a_cache
 def info(client: SyncClient, as_json: bool) -> None:
     """Show what the cache is made of and how full its tiers are."""
     found = client.get_cache_info()
@@ -69,7 +69,7 @@ def info(client: SyncClient, as_json: bool) -> None:
 @click.option("--dry-run", is_flag=True, help="Count only.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
-@calls_a_rank
+@calls_a_cache
 def purge(
     client: SyncClient, as_json: bool, tiers: tuple[str, ...], extra_key: str | None, dry_run: bool, yes: bool
 ) -> None:
@@ -106,7 +106,7 @@ def purge(
 )
 @names_pages
 @json_option
-@calls_a_rank
+@calls_a_cache
 def pin(client: SyncClient, as_json: bool, pages: prefetch_service_pb2.PromptPages, duration: float) -> None:
     """Keep the leading pages of a prompt that device and host have from eviction, for a time."""
     found = client.pin_pages(pages, duration)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Concatenate
 
 import click
@@ -74,17 +76,27 @@ def secret_of_the_environment() -> str:
     return checked_token(secret, "KVGRPC_TOKEN") if secret else ""
 
 
-_OF_A_REGISTRY = "`kvgrpc serve registry` starts a registry; --server HOST:PORT names one."
+OF_A_REGISTRY = "`kvgrpc serve registry` starts a registry; --server HOST:PORT names one."
 
 
 def calls_a_registry(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
     """Gives a command the options of a connection; it gets the client that they make as its first argument."""
-    return _with_client(function, _OF_A_REGISTRY)
+    return _with_client(function, OF_A_REGISTRY)
 
 
 def calls_a_rank(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
     """The same."""
     return _with_client(function, "`kvgrpc ranks -s REGISTRY` lists where ranks listen; --server HOST:PORT names one.")
+
+
+def calls_a_cache(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
+    """The same, for a rank that may be named by its engine: the server is a registry then."""
+
+    named = click.option(
+        "--engine", "cache_of", default="", help="Ask this engine's cache: --server is a registry then."
+    )
+    numbered = click.option("--dp", "cache_dp", type=click.IntRange(0), default=0, help="Which replica of that engine.")
+    return named(numbered(calls_a_rank(function)))
 
 
 def calls_an_index(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
@@ -107,41 +119,68 @@ def _with_client(function: Callable[Concatenate[SyncClient, ...], None], where: 
     """``where`` says how to find what the command asks, to whoever asked where nobody answers."""
 
     @functools.wraps(function)
-    def run(
-        *arguments: Any,
-        server: str,
-        ca_file: str | None,
-        cert_file: str | None,
-        key_file: str | None,
-        server_name: str,
-        token_file: str | None,
-        audience: str,
-        insecure: bool,
-        timeout: float,
-        **options: Any,
-    ) -> None:
-        from kvgrpc.client import ClientSecurity, SyncClient
+    def run(connection: ConnectionOptions, *arguments: Any, **options: Any) -> None:
+        from kvgrpc.client.engines import cache_address
 
-        check_target(server, "--server")
-        if audience:
-            check_target(audience, "--audience")
-        security = ClientSecurity(
-            ca_file=ca_file or "",
-            cert_file=cert_file or "",
-            key_file=key_file or "",
-            token="" if token_file else secret_of_the_environment(),
-            token_file=token_file or "",
-            server_name=server_name,
-            insecure=insecure,
-            audience=audience,
-        )
-        try:
-            with SyncClient(server, security, timeout) as client:
-                function(client, *arguments, **options)
-        except PeerUnreachable as error:
-            asked = _OF_A_REGISTRY if options.get("fleet") else where
-            raise NoAnswer(error, next_step(server, with_tls=security.tls, where=asked)) from error
+        asked = OF_A_REGISTRY if options.get("fleet") else where
+        engine, dp = options.pop("cache_of", ""), options.pop("cache_dp", 0)
+        with connection.client(asked) as client:
+            if not engine:
+                return function(client, *arguments, **options)
+            address = cache_address(client.get_engine(engine), dp)
+        with replace(connection, server=address).client(asked) as rank:
+            function(rank, *arguments, **options)
+
+    return with_connection(run)
+
+
+def with_connection(function: Callable[Concatenate[ConnectionOptions, ...], None]) -> Callable[..., None]:
+    """Gives a command the options of a connection, which need no library of gRPC; it gets them as one value."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **options: Any) -> None:
+        connection = ConnectionOptions(**{each.name: options.pop(each.name) for each in fields(ConnectionOptions)})
+        function(connection, *arguments, **options)
 
     for option in reversed(_OPTIONS):
         run = option(run)
     return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionOptions:
+    """The options of a connection, as they were given."""
+
+    server: str
+    ca_file: str | None
+    cert_file: str | None
+    key_file: str | None
+    server_name: str
+    token_file: str | None
+    audience: str
+    insecure: bool
+    timeout: float
+
+    @contextlib.contextmanager
+    def client(self, where: str) -> Iterator[SyncClient]:
+        """A client of ``server``; ``where`` says how to find what is asked, where nobody answers."""
+        from kvgrpc.client import ClientSecurity, SyncClient
+
+        check_target(self.server, "--server")
+        if self.audience:
+            check_target(self.audience, "--audience")
+        security = ClientSecurity(
+            ca_file=self.ca_file or "",
+            cert_file=self.cert_file or "",
+            key_file=self.key_file or "",
+            token="" if self.token_file else secret_of_the_environment(),
+            token_file=self.token_file or "",
+            server_name=self.server_name,
+            insecure=self.insecure,
+            audience=self.audience,
+        )
+        try:
+            with SyncClient(self.server, security, self.timeout) as client:
+                yield client
+        except PeerUnreachable as error:
+            raise NoAnswer(error, next_step(self.server, with_tls=security.tls, where=where)) from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -28,7 +30,10 @@ import click
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
 @click.option("--keep-running", is_flag=True, help="Leave the servers up, and print commands that look at them.")
-def demo(data_plane: str | None, storage: str, prompts: Path | None, as_json: bool, keep_running: bool) -> None:
+@click.option("--view", is_flag=True, help="Show it as a page in the browser meanwhile, as kvgrpc view; keeps running.")
+def demo(
+    data_plane: str | None, storage: str, prompts: Path | None, as_json: bool, keep_running: bool, view: bool
+) -> None:
     """Prefill in one process, decode in another, and compare.
 
     Starts a registry, a prefill and a decode process, moves the KV cache of several prompts between them, and compares
@@ -43,4 +48,15 @@ def demo(data_plane: str | None, storage: str, prompts: Path | None, as_json: bo
         raise click.ClickException(
             f"the demo's engine needs {missing.name}: pip install 'kvgrpc[demo]' (PyPI's torch is about 5 GB)"
         ) from missing
-    sys.exit(run(DemoOptions(data_plane, storage, prompts, as_json, keep_running)))
+    options = DemoOptions(data_plane, storage, prompts, as_json, keep_running or view)
+    sys.exit(run(options, _page if view else None))
+
+
+@contextmanager
+def _page(registry: str) -> Iterator[str]:
+    """``kvgrpc view`` of this registry, on a free port; its address."""
+    from kvgrpc.cli.view.command import page_of
+    from kvgrpc.client import SyncClient
+
+    with SyncClient(registry) as client, page_of(client, "127.0.0.1:0", every=1.0) as address:
+        yield address

@@ -15,8 +15,10 @@ from pathlib import Path
 import click
 
 import kvgrpc
+from kvgrpc.cli.connection import OF_A_REGISTRY, ConnectionOptions, with_connection
 from kvgrpc.cli.engine_findings import engine_findings
 from kvgrpc.cli.finding import Finding
+from kvgrpc.cli.fleet_findings import fleet_findings
 from kvgrpc.cli.output import show_table, size
 from kvgrpc.engines.compatibility import ENGINES
 from kvgrpc.errors import KvGrpcError
@@ -42,21 +44,29 @@ PLANE_SECONDS = 30.0
 @click.option(
     "--engine", "engines", multiple=True, type=click.Choice(sorted(ENGINES)), help="Also what works with that engine."
 )
-def doctor(as_json: bool, engines: tuple[str, ...]) -> None:
+@click.option("--fleet", is_flag=True, help="Instead: can this machine reach all ranks of the registry --server?")
+@with_connection
+def doctor(connection: ConnectionOptions, as_json: bool, engines: tuple[str, ...], fleet: bool) -> None:
     """Check the libraries, data planes and ports of this machine, and an engine that kvgrpc was installed beside.
 
+    With --fleet: whether every rank and its data plane are reached from here, clocks, certificates, versions.
     Exit code 1 when something that every process needs is missing. What only some need (Mooncake, torch) is a note.
     """
-    findings = [*examine(), *(finding for name in engines for finding in engine_findings(name))]
+    if fleet and engines:
+        raise click.UsageError("--fleet looks at other machines, --engine at this one: give one of them")
+    title = f"The ranks at {connection.server}, from here" if fleet else "This machine"
+    if fleet:
+        with connection.client(OF_A_REGISTRY) as client:
+            findings = list(fleet_findings(client, connection.timeout))
+    else:
+        findings = [*examine(), *(finding for name in engines for finding in engine_findings(name))]
     if as_json:
         import json
 
         for finding in findings:
             print(json.dumps(vars(finding)))
     else:
-        show_table(
-            "This machine", ("what", "state", "remark"), [(each.what, each.state, each.remark) for each in findings], ""
-        )
+        show_table(title, ("what", "state", "remark"), [(each.what, each.state, each.remark) for each in findings], "")
     sys.exit(any(finding.state == "missing" for finding in findings))
 
 
@@ -111,7 +121,7 @@ def plane(name: str, purpose: str) -> Finding:
 
 
 def mooncake_ports() -> Finding:
-    """What no setting of it changes."""
+    """Returns what no setting of it changes."""
     low, high = os.environ.get("MC_MIN_RPC_PORT", "15000"), os.environ.get("MC_MAX_RPC_PORT", "17000")
     return Finding(
         "Mooncake's ports",

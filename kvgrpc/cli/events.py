@@ -15,6 +15,7 @@ from kvgrpc.cli.contents import names_a_cache
 from kvgrpc.cli.index import follow, score, sources
 from kvgrpc.cli.names import incarnation_name
 from kvgrpc.cli.output import show_json, show_table, size
+from kvgrpc.cli.plan import plan
 from kvgrpc.cli.publisher import calls_a_publisher
 from kvgrpc.observability.logging import one_line
 
@@ -58,7 +59,7 @@ def events() -> None:
     shows that, `verify` compares it with the publisher's digest, `stats` counts."""
 
 
-for _command in (*CONTENTS, follow, score, sources):
+for _command in (*CONTENTS, follow, plan, score, sources):
     events.add_command(_command)
 
 

@@ -1,4 +1,4 @@
-"""Tables of all ranks of a registry side by side: ``--fleet``, ``kvgrpc caches``, ``kvgrpc top``."""
+"""Tables of all ranks of a registry side by side: ``--fleet``, ``kvgrpc caches``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from kvgrpc.cli.connection import Seconds, calls_a_registry, json_option
-from kvgrpc.cli.names import rank_name, role_name
-from kvgrpc.cli.output import show_table, size, table_of
+from kvgrpc.cli.connection import calls_a_registry, json_option
+from kvgrpc.cli.names import rank_name
+from kvgrpc.cli.output import show_table, size
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -94,43 +94,3 @@ def caches(client: SyncClient, as_json: bool) -> None:
 def _fill(name: str, use: prefetch_service_pb2.CacheTierUse) -> str:
     share = f" ({100 * use.used_pages / use.pages:.0f} %)" if use.pages else ""
     return f"{name} {use.used_pages} x {size(use.page_bytes)}{share}"
-
-
-@click.command()
-@click.option("--every", type=Seconds(0.2, 60.0), default=1.0, show_default=True, help="Seconds between two looks.")
-@click.option("--once", is_flag=True, help="Look once; so does a pipe.")
-@calls_a_registry
-def top(client: SyncClient, every: float, once: bool) -> None:
-    """Watch all ranks of a registry: sessions, rooms, held pages, until Ctrl-C."""
-    import sys
-    import time
-
-    from rich.live import Live
-
-    if once or not sys.stdout.isatty():
-        return show_table(f"Ranks at {client.address}", _TOP, _top_rows(client), "none is registered")
-    with Live(screen=True, auto_refresh=False) as live:
-        while True:
-            live.update(table_of(_TOP, _top_rows(client)), refresh=True)
-            time.sleep(every)
-
-
-_TOP = ("rank", "role", "server", "health", "#sessions", "#not open", "#rooms", "#failed", "#held")
-
-
-def _top_rows(client: SyncClient) -> list[Sequence[object]]:
-    from kvgrpc.v1 import transfer_service_pb2 as pb
-
-    async def look(rank: Client) -> tuple[object, ...]:
-        sessions = await rank.list_sessions()
-        shut = sum(session.state != pb.SESSION_STATE_OPEN for session in sessions)
-        failed = await rank.count_rooms(states=[pb.ROOM_STATE_FAILED])
-        here = await rank.get_rank()
-        return await rank.health(), len(sessions), shut, await rank.count_rooms(), failed, here.pages_held
-
-    rows: list[Sequence[object]] = []
-    for answer in client.ask_ranks(look):
-        row = answer.row
-        known = (rank_name(row.rank), role_name(row.role), row.endpoints.grpc)
-        rows.append((*known, *(unanswered(answer, len(_TOP) - 3) if answer.value is None else answer.value)))
-    return rows

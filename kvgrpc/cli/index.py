@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +12,51 @@ import click
 
 from kvgrpc.cli.connection import calls_an_index, json_option
 from kvgrpc.cli.contents import check_served, names_a_cache
+from kvgrpc.cli.follower_state import held, standing_fields
 from kvgrpc.cli.names import seconds_of, value_name
 from kvgrpc.cli.output import seconds, show_json, show_table
 from kvgrpc.cli.publisher import calls_a_publisher
-from kvgrpc.cli.standing import held, standing_fields
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient, SyncEventFollower
     from kvgrpc.v1 import index_service_pb2
 
 TELL_SECONDS = 1.0
+_PROMPT = (
+    click.option(
+        "--hash", "hashes", multiple=True, help="A block's hash as events carry it, in order; may be repeated."
+    ),
+    click.option(
+        "--tokens",
+        "prompt_file",
+        type=click.Path(exists=True, dir_okay=False),
+        help="File with token ids as a JSON array.",
+    ),
+    click.option(
+        "--page-tokens",
+        type=click.IntRange(0, 2**32 - 1),
+        default=0,
+        show_default=True,
+        help="With --tokens: of the engines; 0: as each cache says.",
+    ),
+    click.option("--cache-salt", default="", help="With --tokens: salt of the request."),
+    click.option("--bigram", is_flag=True, help="With --tokens: the SGLang engine decodes with EAGLE."),
+    click.option("--extra-key", help="With --tokens: SGLang's extra key of the request."),
+    click.option("--lora-id", help="With --tokens: SGLang's id of the LoRA adapter."),
+    click.option("--dynamo", is_flag=True, help='With --tokens: SGLang\'s events have "format": "dynamo".'),
+    click.option("--vllm", is_flag=True, help="With --tokens: vLLM engines."),
+    click.option("--vllm-hash-seed", help="With --tokens: vLLM engines, which were started with this PYTHONHASHSEED."),
+    click.option("--vllm-lora", nargs=2, metavar="NAME PATH", help="With --tokens: vLLM's LoRA adapter."),
+    click.option("--model", default="", help="Only caches of engines that run this model, as the registry names it."),
+)
 STATES = ("connecting", "rebuilding", "catching_up", "current", "doubtful")
+
+
+def names_a_prompt(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options that say how a request begins; ``prompt_of`` makes a message of them."""
+    for option in reversed(_PROMPT):
+        command = option(command)
+    return command
 
 
 @click.command()
@@ -45,32 +80,16 @@ def follow(client: SyncClient, as_json: bool, engine: str, dp: int, live: bool, 
 
 
 @click.command()
-@click.option("--hash", "hashes", multiple=True, help="A block's hash as events carry it, in order; may be repeated.")
-@click.option(
-    "--tokens", "prompt_file", type=click.Path(exists=True, dir_okay=False), help="File with token ids as a JSON array."
-)
-@click.option(
-    "--page-tokens",
-    type=click.IntRange(0, 2**32 - 1),
-    default=0,
-    show_default=True,
-    help="With --tokens: of the engines; 0: as each cache says.",
-)
-@click.option("--cache-salt", default="", help="With --tokens: salt of the request.")
-@click.option("--bigram", is_flag=True, help="With --tokens: the SGLang engine decodes with EAGLE.")
-@click.option("--extra-key", help="With --tokens: SGLang's extra key of the request.")
-@click.option("--lora-id", help="With --tokens: SGLang's id of the LoRA adapter.")
-@click.option("--dynamo", is_flag=True, help='With --tokens: SGLang\'s events have "format": "dynamo".')
-@click.option("--vllm", is_flag=True, help="With --tokens: vLLM engines.")
-@click.option("--vllm-hash-seed", help="With --tokens: vLLM engines, which were started with this PYTHONHASHSEED.")
-@click.option("--vllm-lora", nargs=2, metavar="NAME PATH", help="With --tokens: vLLM's LoRA adapter.")
-@click.option("--model", default="", help="Only caches of engines that run this model, as the registry names it.")
+@names_a_prompt
 @click.option("--engine", "engines", multiple=True, help="Only caches of this engine; may be repeated.")
 @json_option
 @calls_an_index
-def score(client: SyncClient, as_json: bool, **options: Any) -> None:
+def score(client: SyncClient, as_json: bool, engines: tuple[str, ...], **options: Any) -> None:
     """Ask an index which caches hold the beginning of a request."""
-    response = client.score(_request(**options))
+    from kvgrpc.v1 import index_service_pb2
+
+    request = index_service_pb2.ScoreRequest(prompts=[prompt_of(**options)], engines=engines, with_freshness=True)
+    response = client.score(request)
     if as_json:
         return show_json(response)
     columns = ("engine", "#dp", "#on device", "#to host", "#to disk", "#anywhere", "#page", "state", "#lag", "#idle")
@@ -124,20 +143,20 @@ def sources(client: SyncClient, as_json: bool, states: tuple[str, ...]) -> None:
         click.echo(f"not followed: {line}", err=True)
 
 
-def _request(hashes: tuple[str, ...], prompt_file: str | None, **more: Any) -> index_service_pb2.ScoreRequest:
+def prompt_of(hashes: tuple[str, ...], prompt_file: str | None, **more: Any) -> index_service_pb2.ScorePrompt:
+    """The beginning of a request as the options of ``names_a_prompt`` say it."""
     from kvgrpc.v1 import index_service_pb2
 
     if bool(hashes) == bool(prompt_file):
         raise click.UsageError("name the beginning of a request by --hash or by --tokens, one of the two")
-    request = index_service_pb2.ScoreRequest(engines=more["engines"], with_freshness=True)
-    prompt = request.prompts.add(model=more["model"])
+    prompt = index_service_pb2.ScorePrompt(model=more["model"])
     if prompt_file is None:
         prompt.block_hashes.values.extend(_hash(text) for text in hashes)
     elif more["vllm"] or more["vllm_hash_seed"] is not None or more["vllm_lora"]:
         _fill_vllm(prompt.vllm, _tokens(prompt_file), **more)
     else:
         _fill_sglang(prompt.sglang, _tokens(prompt_file), **more)
-    return request
+    return prompt
 
 
 def _fill_vllm(prompt: index_service_pb2.VllmPrompt, tokens: list[int], **more: Any) -> None:

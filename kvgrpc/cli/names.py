@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from kvgrpc.wire import rank_id_from_pb, rank_ref_from_pb
-
 if TYPE_CHECKING:
     from google.protobuf.duration_pb2 import Duration
 
@@ -24,11 +22,15 @@ def value_name(kind: Any, value: int) -> str:
 
 def rank_name(ref: common_pb2.RankRef) -> str:
     """ "engine/dp0/pp0/cp0/tp0", without the epoch."""
+    from kvgrpc.wire import rank_id_from_pb  # of protobuf, which `kvgrpc --help` does without
+
     return str(rank_id_from_pb(ref.rank))
 
 
 def incarnation_name(ref: common_pb2.RankRef) -> str:
     """ "engine/dp0/pp0/cp0/tp0@epoch"."""
+    from kvgrpc.wire import rank_ref_from_pb
+
     return str(rank_ref_from_pb(ref))
 
 

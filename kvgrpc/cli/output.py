@@ -81,6 +81,13 @@ def seconds(value: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
 
 
+def milliseconds(value: float) -> str:
+    """Seconds of a hand-off for people: 0.41ms, 23ms, 4.2s."""
+    if value >= 1:
+        return seconds(value)
+    return f"{1000 * value:.0f}ms" if value >= 0.01 else f"{1000 * value:.2f}ms"
+
+
 def size(nbytes: float) -> str:
     """Bytes for people: 512 B, 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvgrpc.cli.connection import Seconds, calls_a_rank, json_option
+from kvgrpc.cli.connection import Seconds, calls_a_cache, json_option
 from kvgrpc.cli.names import reason_name, seconds_of, value_name
 from kvgrpc.cli.output import show_json, show_record, show_table, size
 from kvgrpc.cli.prompt_pages import names_pages
@@ -44,9 +44,10 @@ def orders(command: Any) -> Any:
 
 @prefetch.command()
 @orders
+@click.option("--engine", "engines", multiple=True, help="Pull from this engine only; may be repeated.")
 @names_pages
 @json_option
-@calls_a_rank
+@calls_a_cache
 def start(
     client: SyncClient,
     as_json: bool,
@@ -56,9 +57,12 @@ def start(
     priority: int,
     tenant: str,
     no_wait: bool,
+    engines: tuple[str, ...],
 ) -> None:
     """Bring the leading pages of a prompt from storage to the host. Exit code 1: not all that was agreed came."""
-    operation = client.start_prefetch(pages, request_id=request_id, timeout=within, priority=priority, tenant=tenant)
+    operation = client.start_prefetch(
+        pages, request_id=request_id, timeout=within, priority=priority, tenant=tenant, engines=engines
+    )
     follow(client, operation, as_json, no_wait)
 
 
@@ -66,7 +70,7 @@ def start(
 @orders
 @names_pages
 @json_option
-@calls_a_rank
+@calls_a_cache
 def backup(
     client: SyncClient,
     as_json: bool,
@@ -86,7 +90,7 @@ def backup(
 @click.option("--near", is_flag=True, help="Ask device and host only, not storage.")
 @names_pages
 @json_option
-@calls_a_rank
+@calls_a_cache
 def lookup(client: SyncClient, as_json: bool, pages: prefetch_service_pb2.PromptPages, near: bool) -> None:
     """Tell how many leading pages of a prompt are where."""
     found = client.lookup(pages, without_storage=near)
@@ -103,7 +107,7 @@ def lookup(client: SyncClient, as_json: bool, pages: prefetch_service_pb2.Prompt
 @prefetch.command(name="list")
 @click.option("--open", "open_only", is_flag=True, help="Only those that have not ended.")
 @json_option
-@calls_a_rank
+@calls_a_cache
 def list_(client: SyncClient, as_json: bool, open_only: bool) -> None:
     """List prefetches and backups of a rank."""
     found = client.list_operations(open_only=open_only)
@@ -130,7 +134,7 @@ def list_(client: SyncClient, as_json: bool, open_only: bool) -> None:
 @prefetch.command()
 @click.argument("operation_ids", nargs=-1)
 @json_option
-@calls_a_rank
+@calls_a_cache
 def watch(client: SyncClient, operation_ids: tuple[str, ...], as_json: bool) -> None:
     """Show operations as they change: those that are named until they end, or all until Ctrl-C."""
     for message in client.watch_operations(operation_ids):
@@ -144,7 +148,7 @@ def watch(client: SyncClient, operation_ids: tuple[str, ...], as_json: bool) -> 
 @prefetch.command()
 @click.argument("operation_id")
 @json_option
-@calls_a_rank
+@calls_a_cache
 def cancel(client: SyncClient, operation_id: str, as_json: bool) -> None:
     """Cut one operation short; what is in place stays usable."""
     operation = client.terminate_prefetch(operation_id)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvgrpc.v1 import common_pb2
     from kvgrpc.v1 import registry_service_pb2 as pb
 
+MOST_MISSING = 8
 WARMS_UP = "the registry warms up: more may be there"
 
 
@@ -52,8 +53,22 @@ def engines(client: SyncClient, role: str | None, watch: bool, as_json: bool) ->
         for engine in found
     ]
     show_table(f"Engines at {client.address}", columns, rows, "none is registered")
+    for engine in found:
+        if not engine.ready:
+            print(one_line(lacking(client, engine.name)))
     warn_of_warming_up(found)
     warn_of_missing_streams(found)
+
+
+def lacking(client: SyncClient, engine: str) -> str:
+    """Returns which ranks keep an engine from READY."""
+    from kvgrpc.wire import rank_id_from_pb
+
+    found = client.get_engine(engine)
+    missing = [str(rank_id_from_pb(each)) for each in found.missing_ranks]
+    beyond = found.expected_ranks - found.registered_ranks - MOST_MISSING
+    more = f" and {beyond} more" if beyond > 0 else ""
+    return f"{engine} is not READY: {', '.join(missing[:MOST_MISSING])}{more} did not register, or left"
 
 
 def show_changes(messages: Iterator[pb.WatchEnginesResponse], as_json: bool) -> None:
@@ -112,6 +127,26 @@ def ranks(client: SyncClient, engine: str | None, as_json: bool) -> None:
     show_table(f"Ranks at {client.address}", columns, rows, "none is registered")
     warn_of_warming_up(engines_found)
     warn_of_missing_streams(engines_found)
+
+
+@click.command()
+@click.argument("rank", metavar="RANK")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@calls_a_registry
+def deregister(client: SyncClient, rank: str, yes: bool) -> None:
+    """Remove the row of a RANK, as `kvgrpc ranks` names it ("P0/dp0/pp0/cp0/tp0"), before its lease runs out.
+
+    For one that is gone and blocks its engine. One that lives registers again with its next renewal.
+    """
+    rows = (row for at in with_rows(client, rank.partition("/")[0]) for row in at.rows)
+    found = [row for row in rows if rank_name(row.rank) == rank]
+    if not found:
+        raise click.UsageError(f"no rank {rank} is registered; `kvgrpc ranks` lists them")
+    (row,) = found
+    if not yes:
+        click.confirm(f"remove {incarnation_name(row.rank)} at {row.endpoints.grpc}?", abort=True)
+    client.deregister([row.rank])
+    click.echo(f"{incarnation_name(row.rank)} is removed")
 
 
 def with_rows(client: SyncClient, name: str | None) -> Engines:

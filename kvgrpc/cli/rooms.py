@@ -9,15 +9,18 @@ import click
 from kvgrpc.cli.connection import calls_a_rank, json_option
 from kvgrpc.cli.fleet import fleet_option, show_fleet
 from kvgrpc.cli.names import incarnation_name, rank_name, reason_name, role_name, seconds_of, value_name
-from kvgrpc.cli.output import seconds, show_json, show_record, show_table
+from kvgrpc.cli.output import milliseconds, seconds, show_json, show_record, show_table, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvgrpc.client import SyncClient
+    from kvgrpc.client.aio import Client
     from kvgrpc.v1 import common_pb2, transfer_service_pb2
 
 STATES = ("bootstrapping", "waiting_for_input", "transferring", "success", "failed")
+_LAST_MINUTE = ("#GB/s", "#p50", "#p99")
+_STAGES = ("#bootstrap", "#wait", "#transfer", "#GB/s")
 ROOM = click.IntRange(1, 2**63 - 1)
 ATTEMPT = click.option("--attempt", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 
@@ -27,8 +30,8 @@ ATTEMPT = click.option("--attempt", type=click.IntRange(0, 2**32 - 1), default=0
 @json_option
 @calls_a_rank
 def sessions(client: SyncClient, as_json: bool, fleet: bool) -> None:
-    """List the sessions of a rank: its pairs with ranks of the other side."""
-    columns = ("peer", "state", "address", "#rooms", "#waiting to be told", "#idle", "#stream")
+    """List the sessions of a rank, its pairs with ranks of the other side, and what their last minute came to."""
+    columns = ("peer", "state", "address", "#rooms", "#to tell", "#idle", "#ended well", "#failed", *_LAST_MINUTE)
     if fleet:
         return show_fleet(client, as_json, "Sessions", columns, lambda rank: rank.list_sessions(), session_row)
     found = client.list_sessions()
@@ -40,20 +43,27 @@ def sessions(client: SyncClient, as_json: bool, fleet: bool) -> None:
 @click.command()
 @click.option("--state", "states", type=click.Choice(STATES), multiple=True, help="Only these; may be repeated.")
 @click.option("--held", is_flag=True, help="Only those whose pages wait for evidence that nobody writes to them.")
+@click.option("--slowest", is_flag=True, help="Only the last 256 that went well, the slowest first.")
 @fleet_option
 @json_option
 @calls_a_rank
-def rooms(client: SyncClient, states: tuple[str, ...], held: bool, as_json: bool, fleet: bool) -> None:
-    """List the rooms (hand-offs) of a rank."""
+def rooms(client: SyncClient, states: tuple[str, ...], held: bool, slowest: bool, as_json: bool, fleet: bool) -> None:
+    """List the rooms (hand-offs) of a rank: the open ones, and the last that went well or failed."""
     from kvgrpc.v1 import transfer_service_pb2
 
+    if slowest and (states or held):
+        raise click.UsageError("--slowest lists rooms that went well: leave out --state and --held")
     wanted = [transfer_service_pb2.RoomState.Value(f"ROOM_STATE_{state.upper()}") for state in states]
-    columns = ("#room", "#attempt", "state", "#pages done", "writes", "held", "#age", "failure")
+
+    async def listed(rank: Client) -> list[transfer_service_pb2.Room]:
+        if slowest:
+            return await rank.list_slowest_rooms()
+        return await rank.list_rooms(states=wanted, held_only=held)
+
+    columns = ("#room", "#attempt", "state", "peer", "#pages done", "writes", "#held", "#age", *_STAGES, "failure")
     if fleet:
-        return show_fleet(
-            client, as_json, "Rooms", columns, lambda rank: rank.list_rooms(states=wanted, held_only=held), room_row
-        )
-    found = client.list_rooms(states=wanted, held_only=held)
+        return show_fleet(client, as_json, "Rooms", columns, listed, room_row)
+    found = client.list_slowest_rooms() if slowest else client.list_rooms(states=wanted, held_only=held)
     if as_json:
         return show_json(*found)
     show_table(f"Rooms of {client.address}", columns, map(room_row, found), "none")
@@ -90,8 +100,17 @@ def session_row(session: transfer_service_pb2.Session) -> Sequence[object]:
         session.rooms,
         session.pending_rooms,
         seconds(seconds_of(session.idle_time)),
-        session.stream,
+        session.since_start.succeeded,
+        session.since_start.failed,
+        *_last_minute(session.last_minute),
     )
+
+
+def _last_minute(figures: transfer_service_pb2.HandOffFigures) -> Sequence[object]:
+    if not figures.succeeded:
+        return ("", "", "")
+    times = (milliseconds(seconds_of(time)) for time in (figures.p50, figures.p99))
+    return (f"{figures.gigabytes_per_second:.2f}", *times)
 
 
 def room_row(room: transfer_service_pb2.Room) -> Sequence[object]:
@@ -99,12 +118,25 @@ def room_row(room: transfer_service_pb2.Room) -> Sequence[object]:
         room.room,
         room.attempt,
         state_name(room.state),
+        peers_of(room),
         f"{pages_done(room)}/{room.pages or '?'}",
         " ".join(sorted({writes_name(part.writes) for part in room.parts})),
-        "held" if room.held else "",
+        room.held_pages or "",
         seconds(seconds_of(room.age)),
+        *(stages_of(room.end) if room.HasField("end") else ("", "", "", "")),
         reason_name(room.failure) if room.HasField("failure") else "",
     )
+
+
+def peers_of(room: transfer_service_pb2.Room) -> str:
+    """The first, and how many more there are."""
+    first = rank_name(room.parts[0].peer) if room.parts else ""
+    return f"{first} +{len(room.parts) - 1}" if len(room.parts) > 1 else first
+
+
+def stages_of(end: transfer_service_pb2.HandOffEnd) -> Sequence[str]:
+    times = (end.bootstrap_time, end.wait_time, end.transfer_time)
+    return (*(milliseconds(seconds_of(time)) for time in times), f"{end.gigabytes_per_second:.2f}")
 
 
 def show_room(room: transfer_service_pb2.Room) -> None:
@@ -112,10 +144,14 @@ def show_room(room: transfer_service_pb2.Room) -> None:
         ("state", state_name(room.state)),
         ("role here", role_name(room.role)),
         ("pages", room.pages or None),
-        ("pages held", room.held),
+        ("pages held", room.held_pages if room.held else None),
         ("handle open", room.local_handle),
         ("age", seconds(seconds_of(room.age))),
     ]
+    if room.HasField("end"):
+        said = ("until both sides were known", "until there were pages", "until all had moved", "GB/s")
+        fields += [("ended", f"{room.end.time.ToDatetime():%Y-%m-%d %H:%M:%S} UTC"), ("bytes", size(room.end.bytes))]
+        fields += zip(said, stages_of(room.end), strict=True)
     if room.traceparent:
         fields.append(("trace", room.traceparent))
     if room.HasField("failure"):
@@ -138,7 +174,7 @@ def failure_fields(failure: common_pb2.Failure) -> list[tuple[str, object]]:
 
 
 def pages_done(room: transfer_service_pb2.Room) -> int:
-    """What all parts have: a page is done when every part of it is."""
+    """Returns what all parts have: a page is done when every part of it is."""
     return min((part.pages_done for part in room.parts), default=0)
 
 

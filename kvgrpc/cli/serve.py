@@ -10,6 +10,7 @@ import click
 
 from kvgrpc.cli.connection import DEFAULT_SERVER, FILE, Seconds
 from kvgrpc.cli.contents import DP
+from kvgrpc.cli.native import become_native
 
 if TYPE_CHECKING:
     from kvgrpc.server import EventRelay, IndexServer, RegistryServer
@@ -69,6 +70,14 @@ _OPTIONS = (
         show_default=True,
         envvar="KVGRPC_LOG_LEVEL",
     ),
+    click.option(
+        "--log-format",
+        type=click.Choice(("text", "json"), case_sensitive=False),
+        default="text",
+        show_default=True,
+        envvar="KVGRPC_LOG_FORMAT",
+        help="json: an object a line.",
+    ),
 )
 
 
@@ -87,6 +96,7 @@ def serves(function: Callable[..., None]) -> Callable[..., None]:
         insecure: bool,
         call_limits: str,
         log_level: str,
+        log_format: str,
         **options: Any,
     ) -> None:
         from kvgrpc.observability import logging
@@ -94,7 +104,7 @@ def serves(function: Callable[..., None]) -> Callable[..., None]:
         from kvgrpc.rpc.security import ServerSecurity
         from kvgrpc.settings import convert
 
-        logging.configure(log_level.upper())
+        logging.configure(log_level.upper(), as_json=log_format == "json")
         security = ServerSecurity(
             cert_file=cert_file or "",
             key_file=key_file or "",
@@ -196,8 +206,11 @@ def registry(
 @click.option("--saved", default="", metavar="FILE", help="Save what it knows there, and go on from it at a start.")
 @click.option("--ca-file", type=FILE, envvar="KVGRPC_CA_FILE", help="Call ranks with TLS; who signs them.")
 @click.option("--token-file", type=FILE, envvar="KVGRPC_TOKEN_FILE", help="Call ranks with the secret in this file.")
+@click.option("--native", is_flag=True, help="Run kvgrpc-index, the index in Rust, where it is installed: far faster.")
 @serves
-def index(listen: str, ca_file: str | None, token_file: str | None, insecure: bool, **options: Any) -> None:
+def index(
+    listen: str, ca_file: str | None, token_file: str | None, insecure: bool, native: bool, **options: Any
+) -> None:
     """Run an index: it follows the caches of many engines, and tells routers who holds the beginning of a request.
 
     Prints one line with the bound address once it serves. SIGTERM and Ctrl-C end it.
@@ -207,6 +220,27 @@ def index(listen: str, ca_file: str | None, token_file: str | None, insecure: bo
 
     if not options["registry"] and not options["sources"]:
         raise click.UsageError("nothing to follow: name a --registry, or ranks by --source")
+    if native:
+        security = options["security"]
+        lacking = {
+            "--live": options["live"],
+            "--client-ca-file": security.client_ca_file,
+            "--health-needs-token": not security.health_without_token,
+            "--call-limits": options["call_limits"],
+            "--listen unix:": listen.startswith("unix:"),
+        }
+        become_native(
+            listen,
+            security,
+            registry=options["registry"],
+            sources=options["sources"],
+            saved=options["saved"],
+            metrics_listen=options["metrics_listen"],
+            ca_file=ca_file,
+            token_file=token_file,
+            insecure=insecure,
+            lacking=lacking,
+        )
     calls = ClientSecurity(ca_file=ca_file or "", token_file=token_file or "", insecure=insecure)
     serve(IndexServer([listen], client_security=calls, **options), functools.partial(_say_where, "index"))
 

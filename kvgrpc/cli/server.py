@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from kvgrpc.cli.connection import Seconds, calls_a_server, json_option
-from kvgrpc.cli.names import incarnation_name, layout_name, role_name
+from kvgrpc.cli.names import incarnation_name, layout_name, role_name, value_name
 from kvgrpc.cli.output import seconds, show_json, show_record, show_table, size
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient
-    from kvgrpc.v1.server_service_pb2 import ServerLimits
+    from kvgrpc.v1.server_service_pb2 import GetServerInfoResponse, PortSecurity, ServerLimits, Setting
 
 TRANSFER = "kvgrpc.v1.TransferService"
 
 
 @click.command()
+@click.option("--settings", is_flag=True, help="Show the settings in force, and where each comes from.")
 @json_option
 @calls_a_server
-def info(client: SyncClient, as_json: bool) -> None:
-    """Show who a process is, what it serves, and the shape of its pools."""
+def info(client: SyncClient, as_json: bool, settings: bool) -> None:
+    """Show who a process is, what it serves, what it runs on, and the shape of its pools."""
     server = client.get_server_info()
+    if settings:
+        return show_json(*server.settings) if as_json else show_settings(client.address, server.settings)
     topology = client.get_rank() if TRANSFER in server.services else None
     if as_json:
         return show_json(server, *([topology] if topology else []))
@@ -35,6 +38,9 @@ def info(client: SyncClient, as_json: bool) -> None:
         ("up", seconds(max(0.0, time.time() - server.start_time.ToNanoseconds() / 1e9))),
         ("draining", server.draining),
         ("services", ", ".join(name.rpartition(".")[2] for name in server.services)),
+        ("runs on", ", ".join(f"{name} {version}" for name, version in sorted(server.versions.items()))),
+        *_security(server.security),
+        *_registration(server),
         *_limits(server.limits),
     ]
     if topology:
@@ -62,6 +68,35 @@ def info(client: SyncClient, as_json: bool) -> None:
             for pool in topology.pools
         ]
         show_table("Pools", columns, rows, "none")
+
+
+def show_settings(address: str, settings: Sequence[Setting]) -> None:
+    from kvgrpc.v1 import server_service_pb2 as pb
+
+    rows = [(each.name, each.value, value_name(pb.SettingSource, each.source).lower()) for each in settings]
+    empty = "none is told: this is no rank, or the caller is no operator"
+    show_table(f"Settings of {address}", ("setting", "value", "from"), rows, empty)
+
+
+def _security(security: PortSecurity) -> Iterator[tuple[str, object]]:
+    yield "encrypted", security.tls
+    proofs = [*(["certificate"] if security.client_certificates else []), *(["token"] if security.tokens else [])]
+    yield "callers prove themselves by", " and ".join(proofs) or "nothing"
+    if security.HasField("certificate_end_time"):
+        yield "certificate ends", f"{security.certificate_end_time.ToDatetime():%Y-%m-%d %H:%M} UTC"
+
+
+def _registration(server: GetServerInfoResponse) -> Iterator[tuple[str, object]]:
+    from kvgrpc.v1 import server_service_pb2 as pb
+
+    if not server.HasField("registration"):
+        return
+    known = server.registration
+    state = value_name(pb.RegistrationState, known.state).lower()
+    since = f" since {known.away_since.ToDatetime():%H:%M:%S} UTC" if known.HasField("away_since") else ""
+    yield "registry", f"{known.address}: {state}{since}"
+    if known.last_error:
+        yield "registry says", known.last_error
 
 
 def _limits(limits: ServerLimits) -> Iterator[tuple[str, object]]:

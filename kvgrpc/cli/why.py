@@ -32,6 +32,7 @@ NEXT_STEPS = {
     Reason.TRANSFER_FAILED: "Try again; where it repeats between two hosts, look at their data plane and network.",
     Reason.CHECKSUM_MISMATCH: "Try again; where it repeats between two hosts, suspect their memory or network.",
     Reason.TOO_MANY_REQUESTS: "Try again after the time given, or at another rank at once; `scope` says what is full.",
+    Reason.PAGES_IN_USE: "The engine gave a page that another of its rooms has: a bug of it or its adapter.",
     Reason.PAGES_HELD: "Pages wait for evidence: `kvgrpc rooms --held --fleet` shows them and whom they wait for.",
     Reason.SERVER_DRAINING: "The rank leaves: try again at another one.",
     Reason.ENGINE_NOT_FOUND: "`kvgrpc engines` lists what is registered, and which ranks an engine lacks.",
@@ -72,8 +73,13 @@ def why(client: SyncClient, room: int, attempt: int, as_json: bool) -> None:
     first = _first_failure(found)
     if first is not None:
         show_record("Its cause, as the first rank saw it", [("at", first[0]), *failure_fields(first[1].failure)])
-        reason = Reason(first[1].failure.reason) if _known(first[1]) else Reason.UNSPECIFIED
-        click.secho(f"{NEXT_STEPS.get(reason, '')} docs/my-room-failed.md has more.".strip(), fg="cyan")
+        click.secho(f"{next_step(first[1])} docs/my-room-failed.md has more.".strip(), fg="cyan")
+
+
+def next_step(room: transfer_service_pb2.Room) -> str:
+    """What to do about a room that failed; empty for a reason of a newer version."""
+    reason = room.failure.reason
+    return NEXT_STEPS.get(Reason(reason), "") if reason in Reason._value2member_map_ else ""
 
 
 def _row(answer: RankAnswer[transfer_service_pb2.Room | None]) -> Sequence[object]:
@@ -93,10 +99,6 @@ def _first_failure(
         if answer.value is not None and answer.value.HasField("failure")
     ]
     return min(failed, key=lambda each: each[:2])[1:] if failed else None
-
-
-def _known(room: transfer_service_pb2.Room) -> bool:
-    return room.failure.reason in Reason._value2member_map_
 
 
 def _names(answers: Sequence[RankAnswer[transfer_service_pb2.Room | None]]) -> list[str]:

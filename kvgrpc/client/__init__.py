@@ -1,8 +1,9 @@
 """The Python client of every kvgrpc service, for operators, consumers and tests. Needs neither torch nor Mooncake.
 
 ``Client`` is asynchronous, ``SyncClient`` has the same methods for plain code. ``EventFollower`` keeps the exact
-contents of one cache, ``PrefixIndex`` those of many; ``SyncEventFollower`` and ``SyncPrefixIndex`` are the same for
-plain code. Errors are those of ``kvgrpc.errors``.
+contents of one cache, ``PrefixIndex`` those of many; ``Indexes`` asks several index servers, of which any may be away.
+``SyncEventFollower``, ``SyncPrefixIndex`` and ``SyncIndexes`` are the same for plain code. Errors are those of
+``kvgrpc.errors``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvgrpc.client.aio import Client
 from kvgrpc.client.engines import Engines
+from kvgrpc.client.indexes import Indexes, SyncIndexes
 from kvgrpc.client.sources import Sources
 from kvgrpc.client.sync import SyncClient
 from kvgrpc.client.watch import Begin, Dropped, Heartbeat, Payloads, Snapshot, TypedBatches, WatchPart
@@ -19,7 +21,15 @@ from kvgrpc.rpc.security import ClientSecurity
 
 if TYPE_CHECKING:
     from kvgrpc.client.follower import EventFollower
-    from kvgrpc.client.prefix_index import PrefixIndex, Question, Wanted, sglang_hashes, sglang_lora_id, vllm_hashes
+    from kvgrpc.client.prefix_index import (
+        PlanQuestion,
+        PrefixIndex,
+        Question,
+        Wanted,
+        sglang_hashes,
+        sglang_lora_id,
+        vllm_hashes,
+    )
     from kvgrpc.client.sync_follower import SyncEventFollower, SyncPrefixIndex
 
 __all__ = [
@@ -30,13 +40,16 @@ __all__ = [
     "Engines",
     "EventFollower",
     "Heartbeat",
+    "Indexes",
     "Payloads",
+    "PlanQuestion",
     "PrefixIndex",
     "Question",
     "Snapshot",
     "Sources",
     "SyncClient",
     "SyncEventFollower",
+    "SyncIndexes",
     "SyncPrefixIndex",
     "TypedBatches",
     "Wanted",
@@ -48,6 +61,7 @@ __all__ = [
 
 _LOADED_WHEN_NAMED = {
     "EventFollower": "follower",
+    "PlanQuestion": "prefix_index",
     "PrefixIndex": "prefix_index",
     "Question": "prefix_index",
     "Wanted": "prefix_index",

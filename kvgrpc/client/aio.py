@@ -19,8 +19,7 @@ from kvgrpc.client.stall import StallDetector
 from kvgrpc.client.watch import WatchPart, part_of
 from kvgrpc.errors import InvalidRequest, KvGrpcError, PeerUnreachable
 from kvgrpc.net import check_target
-from kvgrpc.rpc.channel import open_channel
-from kvgrpc.rpc.loop import background
+from kvgrpc.rpc.channel import open_channel, retire
 from kvgrpc.rpc.retry import may_repeat, repeated
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.rpc.status import error_from
@@ -84,6 +83,10 @@ class Client:
         channel, self._opened = self._opened, None
         if channel is not None:
             await channel.close()
+
+    async def connect(self) -> None:
+        """Begins to connect, which the first call would do. Waits for nothing."""
+        self._channel().get_state(try_to_connect=True)
 
     # Registry.
 
@@ -152,6 +155,14 @@ class Client:
             async for message in messages:
                 yield message
 
+    async def deregister(self, ranks: Sequence[common_pb2.RankRef]) -> int:
+        """Removes the rows of these incarnations from the registry; how many were there. One that lives comes back with
+        its next renewal."""
+        request = registry_service_pb2.DeregisterRequest(ranks=ranks)
+        stub = RegistryServiceStub(self._channel())
+        response: registry_service_pb2.DeregisterResponse = await self._read(stub.Deregister, request)
+        return response.removed
+
     # Hand-offs.
 
     async def list_sessions(self) -> list[transfer_service_pb2.Session]:
@@ -169,6 +180,14 @@ class Client:
     async def list_newest_failed_rooms(self, most: int = 256) -> list[transfer_service_pb2.Room]:
         """The rooms that failed last at the rank, the newest first; at most ``most`` of them."""
         request = transfer_service_pb2.ListRoomsRequest(newest_failed=True, page_size=most)
+        response: transfer_service_pb2.ListRoomsResponse = await self._read(
+            TransferServiceStub(self._channel()).ListRooms, request
+        )
+        return list(response.rooms)
+
+    async def list_slowest_rooms(self, most: int = 256) -> list[transfer_service_pb2.Room]:
+        """Of the last 256 rooms that went well at the rank, those that took longest, the slowest first."""
+        request = transfer_service_pb2.ListRoomsRequest(slowest=True, page_size=most)
         response: transfer_service_pb2.ListRoomsResponse = await self._read(
             TransferServiceStub(self._channel()).ListRooms, request
         )
@@ -194,7 +213,7 @@ class Client:
         return await _pages(page, most_pages)
 
     async def count_rooms(self, *, states: Sequence[transfer_service_pb2.RoomState.ValueType] = ()) -> int:
-        """How many rooms the rank knows, of these states or of all."""
+        """Returns how many rooms the rank knows, of these states or of all."""
         if states:
             return len(await self.list_rooms(states=states))
         stub = TransferServiceStub(self._channel())
@@ -231,14 +250,14 @@ class Client:
     async def get_topology(
         self, prefill: transfer_service_pb2.EngineShape, decode: transfer_service_pb2.EngineShape
     ) -> list[transfer_service_pb2.OwedPart]:
-        """Which prefill ranks owe what to which decode ranks, for any two engines."""
+        """Returns which prefill ranks owe what to which decode ranks, for any two engines."""
         stub = TransferServiceStub(self._channel())
         request = transfer_service_pb2.GetTopologyRequest(prefill=prefill, decode=decode)
         response: transfer_service_pb2.GetTopologyResponse = await self._read(stub.GetTopology, request)
         return list(response.parts)
 
     async def get_rank(self) -> transfer_service_pb2.GetRankResponse:
-        """Who the rank is and the shapes of its pools."""
+        """Returns who the rank is and the shapes of its pools."""
         stub = TransferServiceStub(self._channel())
         request = transfer_service_pb2.GetRankRequest()
         response: transfer_service_pb2.GetRankResponse = await self._read(stub.GetRank, request)
@@ -325,10 +344,21 @@ class Client:
 
     # The index.
 
-    async def score(self, request: index_service_pb2.ScoreRequest) -> index_service_pb2.ScoreResponse:
-        """Who holds the beginnings of requests, of an index (``kvgrpc serve index``)."""
-        stub = IndexServiceStub(self._channel())
-        response: index_service_pb2.ScoreResponse = await self._read(stub.Score, request)
+    async def score(
+        self, request: index_service_pb2.ScoreRequest, *, once_within: float | None = None
+    ) -> index_service_pb2.ScoreResponse:
+        """Returns who holds the beginnings of requests, of an index (``kvgrpc serve index``).
+
+        ``once_within``: asked once, and for so many seconds at most.
+        """
+        response: index_service_pb2.ScoreResponse = await self._ask_index("Score", request, once_within)
+        return response
+
+    async def plan(
+        self, request: index_service_pb2.PlanRequest, *, once_within: float | None = None
+    ) -> index_service_pb2.PlanResponse:
+        """Returns where to run requests, and from whom to pull which part of their prompts; as ``score``."""
+        response: index_service_pb2.PlanResponse = await self._ask_index("Plan", request, once_within)
         return response
 
     async def list_sources(self, *, states: Sequence[index_service_pb2.IndexSourceState.ValueType] = ()) -> Sources:
@@ -351,7 +381,7 @@ class Client:
     async def lookup(
         self, pages: prefetch_service_pb2.PromptPages, *, without_storage: bool = False
     ) -> prefetch_service_pb2.LookupResponse:
-        """How many leading pages of a prompt are on device, host and in storage."""
+        """Returns how many leading pages of a prompt are on device, host and in storage."""
         stub = PrefetchServiceStub(self._channel())
         request = prefetch_service_pb2.LookupRequest(pages=pages, without_storage=without_storage)
         response: prefetch_service_pb2.LookupResponse = await self._read(stub.Lookup, request)
@@ -365,11 +395,13 @@ class Client:
         timeout: float | None = None,
         priority: int = 0,
         tenant: str = "",
+        engines: Sequence[str] = (),
     ) -> prefetch_service_pb2.CacheOperation:
         """Begins to bring pages from storage to the host. Repeated while the server is away if ``request_id`` is given,
-        by default a new one; ``timeout``: seconds that the operation may take."""
+        by default a new one; ``timeout``: seconds that the operation may take; ``engines``: whose host caches pages
+        may come from, besides storage; none named: whichever the rank finds."""
         request = prefetch_service_pb2.StartPrefetchRequest(
-            request_id=request_id or uuid.uuid4().hex, pages=pages, priority=priority, tenant=tenant
+            request_id=request_id or uuid.uuid4().hex, pages=pages, priority=priority, tenant=tenant, engines=engines
         )
         if timeout is not None:
             check_seconds("timeout", timeout)
@@ -428,14 +460,15 @@ class Client:
         return await _pages(page)
 
     async def get_cache_info(self) -> prefetch_service_pb2.GetCacheInfoResponse:
-        """What the rank's cache is made of, and how full its tiers are."""
+        """Returns what the rank's cache is made of, and how full its tiers are."""
         stub = PrefetchServiceStub(self._channel())
         request = prefetch_service_pb2.GetCacheInfoRequest()
         response: prefetch_service_pb2.GetCacheInfoResponse = await self._read(stub.GetCacheInfo, request)
         return response
 
     async def list_pulls(self, *, open_only: bool = False) -> pull_service_pb2.ListPullsResponse:
-        """What the rank took from other engines' host caches and lent to them: in flight, then the last that ended."""
+        """Returns what the rank took from other engines' host caches and lent to them: in flight, then the last that
+        ended."""
         request = pull_service_pb2.ListPullsRequest(open_only=open_only)
         response: pull_service_pb2.ListPullsResponse = await self._read(
             PullServiceStub(self._channel()).ListPulls, request
@@ -465,7 +498,7 @@ class Client:
     # The process.
 
     async def get_server_info(self) -> server_service_pb2.GetServerInfoResponse:
-        """Who this is, since when, and what it can do."""
+        """Returns who this is, since when, and what it can do."""
         stub = ServerServiceStub(self._channel())
         request = server_service_pb2.GetServerInfoRequest()
         response: server_service_pb2.GetServerInfoResponse = await self._read(stub.GetServerInfo, request)
@@ -492,7 +525,7 @@ class Client:
 
     def _channel(self) -> grpc.aio.Channel:
         if self._outdated and self._opened is not None:
-            background(self._opened.close(None), "channel-close")
+            retire(self._opened)
             self._opened = None
         if self._opened is None:
             self._outdated = False
@@ -501,7 +534,7 @@ class Client:
         return self._opened
 
     async def _messages(self, call: Any, seconds: float) -> AsyncGenerator[Any, None]:
-        """What a stream says until it ends, or is silent for so long."""
+        """Returns what a stream says until it ends, or is silent for so long."""
         stream = StallDetector(call, seconds)
         try:
             while (message := await stream.next_message()) is not None:
@@ -514,15 +547,19 @@ class Client:
             stream.close()
             call.cancel()
 
-    async def _read(self, method: Callable[..., Any], request: Any, timeout: float | None = None) -> Any:
-        async def once(seconds: float) -> Any:
-            try:
-                return await method(request, timeout=seconds)
-            except grpc.aio.AioRpcError as error:
-                self._outdated = self._security.stamp != self._stamp
-                raise self._domain_error(error) from None
+    async def _ask_index(self, name: str, request: Any, once_within: float | None) -> Any:
+        method = getattr(IndexServiceStub(self._channel()), name)
+        return await (self._read(method, request) if once_within is None else self._once(method, request, once_within))
 
-        return await repeated(once, timeout or self._timeout)
+    async def _read(self, method: Callable[..., Any], request: Any, timeout: float | None = None) -> Any:
+        return await repeated(lambda seconds: self._once(method, request, seconds), timeout or self._timeout)
+
+    async def _once(self, method: Callable[..., Any], request: Any, seconds: float) -> Any:
+        try:
+            return await method(request, timeout=seconds)
+        except grpc.aio.AioRpcError as error:
+            self._outdated = self._security.stamp != self._stamp
+            raise self._domain_error(error) from None
 
     def _domain_error(self, error: grpc.aio.AioRpcError) -> KvGrpcError:
         known = error_from(error)

@@ -20,12 +20,12 @@ class Cursor:
 
     @property
     def begun(self) -> bool:
-        """Whether it was heard at all."""
+        """True if it was heard at all."""
         return self._begun
 
     @property
     def complete(self) -> bool:
-        """Whether a replay has said all."""
+        """True if a replay has said all."""
         request = self._request
         ends = request.mode == pb.WATCH_MODE_REPLAY and request.HasField("end_sequence")
         return self._begun and ends and request.from_sequence > request.end_sequence

@@ -23,13 +23,13 @@ from kvgrpc.events.following.messages import CloseWatch, FollowerCounts, Followe
 from kvgrpc.events.following.sources import Freshness, freshness
 from kvgrpc.events.log.digest import StateDigest, TierDigest, hash_key
 from kvgrpc.observability.logging import RateLimited
-from kvgrpc.rpc.channel import open_channel
-from kvgrpc.rpc.loop import background
+from kvgrpc.rpc.channel import open_channel, retire
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.rpc.status import error_from
 from kvgrpc.rpc.within import check_seconds, within
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
+from kvgrpc.wire import load_from_pb
 
 # Heartbeats come each second.
 IDLE_TIMEOUT_SECONDS = 5.0
@@ -131,7 +131,7 @@ class EventFollower:
 
     @property
     def lasting(self) -> bool:
-        """Whether a person is needed: a wrong name, no permission. It is repeated all the same, until it is mended."""
+        """True if a person is needed: a wrong name, no permission. It is repeated all the same, until it is mended."""
         return self.core.lasting
 
     @property
@@ -141,7 +141,7 @@ class EventFollower:
         return {} if contents is None else contents.blocks.counts()
 
     def match(self, hashes: Iterable[int | bytes]) -> Match:
-        """How many leading blocks of ``hashes`` the cache holds in which tiers."""
+        """Returns how many leading blocks of ``hashes`` the cache holds in which tiers."""
         contents = self.core.contents
         nothing = Match(0, 0, 0, 0)
         if contents is None:
@@ -199,11 +199,20 @@ class EventFollower:
         changed.set()
 
     def _watch_ended(self, number: int, task: asyncio.Task[None]) -> None:
-        self._watches.pop(number, None)
-        if not task.cancelled() and task.exception() is not None:
+        wanted = self._watches.pop(number, None) is not None
+        error: KvGrpcError
+        if task.cancelled():
+            # Not by us: a Watch of which nothing is heard any more must not look like one that has nothing to say.
+            error = PeerUnreachable(f"{self.address}: the call was cancelled", metadata={"address": self.address})
+            self._no_answer = True
+        elif task.exception() is not None:
             # A bug of ours must not end the follower: it is said, and the Watch is one that failed.
             _log.error("following %s failed", self.address, exc_info=task.exception())
-            self.core.ended(number, KvGrpcError(f"a bug: {task.exception()!r}"), time.monotonic())
+            error = KvGrpcError(f"a bug: {task.exception()!r}")
+        else:
+            return
+        if wanted:
+            self.core.ended(number, error, time.monotonic())
             self._obey()
 
     def _tick(self) -> None:
@@ -239,8 +248,10 @@ class EventFollower:
         stamp = self._security.stamp
         if self._channel is None or self._no_answer or stamp != self._stamp:
             if self._channel is not None:
-                background(self._channel.close(None), "channel-close")
-            self._channel, self._stamp = open_channel(self.address, self._security), stamp
+                retire(self._channel)
+            # Else a new channel may take over the silent connection of the old one, which is not closed yet.
+            self._channel = open_channel(self.address, self._security, own_connection=True)
+            self._stamp = stamp
             self._no_answer = False
         return self._channel
 
@@ -278,6 +289,7 @@ class EventFollower:
             core.dropped(number, message.dropped.first_sequence, message.dropped.last_sequence, now)
         elif kind == "heartbeat":
             beat = message.heartbeat
+            core.told_load(number, load_from_pb(beat.load) if beat.HasField("load") else None)
             core.heartbeat(number, beat.next_sequence, _digest(beat.state) if beat.HasField("state") else None, now)
         elif kind == "snapshot":
             part = message.snapshot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from kvgrpc.rpc.loop import background
 # What waits here is read again where it is lost; a reader that is so far behind should not hold more.
 RECEIVED_FRAMES = 10_000
 _POLL_MILLISECONDS = 1000
+_log = logging.getLogger(__name__)
 _SEQUENCE = struct.Struct(">Q")
 
 
@@ -68,7 +70,12 @@ class LiveFrames:
         socket.ipv6 = True
         try:
             socket.subscribe(topic)
-            socket.connect(reachable(endpoint, self._address))
+            try:
+                socket.connect(reachable(endpoint, self._address))
+            except zmq.ZMQError as error:
+                # A publisher says it, so it may be anything; Watches bring what would have come from there.
+                _log.warning("%s: no live frames from %r: %s", self._address, endpoint[:200], error)
+                return
             while True:
                 # A recv that is cancelled may drop what it had taken; a poll does not.
                 if await socket.poll(_POLL_MILLISECONDS):

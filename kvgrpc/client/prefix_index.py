@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvgrpc.client.aio import Client
@@ -19,6 +19,7 @@ from kvgrpc.errors import KvGrpcError
 from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.follower import FollowerCore
 from kvgrpc.events.following.messages import FollowerState
+from kvgrpc.events.following.planning import Placement, Planner, PlanQuestion
 from kvgrpc.events.following.prompts import sglang_hashes, sglang_lora_id, vllm_hashes
 from kvgrpc.events.following.saved import SavedCache
 from kvgrpc.events.following.sources import CacheScore, Question, Source, SourceTable, Wanted
@@ -27,10 +28,10 @@ from kvgrpc.observability import metrics
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import ClientSecurity
-from kvgrpc.rpc.within import check_seconds, within
+from kvgrpc.rpc.within import check_seconds
 from kvgrpc.v1 import registry_service_pb2
 
-__all__ = ["PrefixIndex", "Question", "Wanted", "sglang_hashes", "sglang_lora_id", "vllm_hashes"]
+__all__ = ["PlanQuestion", "PrefixIndex", "Question", "Wanted", "sglang_hashes", "sglang_lora_id", "vllm_hashes"]
 
 # Sources that were named are asked who they are so often, and engines that went are looked at.
 LOOK_SECONDS = 2.0
@@ -38,12 +39,17 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
 LOG_SECONDS = 60.0
 # A save copies what is known, in a step of a tenth of a second for six million blocks, and packs it on a thread.
 SAVE_SECONDS, SAVE_AT_END_SECONDS = 300.0, 5.0
+# An index without what it knew is better than none: a file of six million blocks is read in half a second.
+READ_SECONDS = 30.0
 # What was saved of engines that do not come back.
 SAVED_KEPT_SECONDS = 120.0
 _ANSWER_SECONDS = 5.0
+# Routers are sent to an index that knows so much of what it follows, or began so long ago.
+KNOWN_PART, KNOWN_WITHIN_SECONDS = 0.9, 60.0
 # Beginning to follow takes a channel and a call: so many in one turn of the loop.
 _BEGIN_AT_ONCE = 16
 _Cache = tuple[str, int]
+EVERY_CACHE = Wanted()
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +85,7 @@ class PrefixIndex:
         for index, source in enumerate(sources):
             check_target(source, f"sources[{index}]")
         self._table = SourceTable()
+        self._planner = Planner(self._table)
         self._named = tuple(dict.fromkeys(sources))
         self._live = live
         self._security = security
@@ -94,6 +101,9 @@ class PrefixIndex:
         # Of caches that were not found again yet.
         self._saved: dict[_Cache, SavedCache] = {}
         self._forget_saved_at = 0.0
+        # Where it has not looked to the end since it began; whether it knew most of what it found.
+        self._searching = {"sources", "registries"} if registry else {"sources"}
+        self._began, self._ready = 0.0, False
         self._turn = asyncio.Lock()
         # Both tasks that look begin followers, and one may take a while to begin: none is begun twice.
         self._beginning = asyncio.Lock()
@@ -109,36 +119,55 @@ class PrefixIndex:
 
     @property
     def healthy(self) -> bool:
-        """Whether it still looks for caches."""
+        """True if it still looks for caches."""
         return bool(self._tasks) and not any(task.done() for task in self._tasks)
 
+    def standing(self) -> tuple[int, int]:
+        """How many caches are current, and how many are followed; on any thread."""
+        states = [follower.state for follower, _ in list(self._followers.values())]
+        return states.count(FollowerState.CURRENT), len(states)
+
+    def health(self) -> bool | str:
+        """Whether it looks for caches, and once knew nine of ten; else why not. After a minute it is well with less:
+        some engine of a large fleet is always away, and who knows a part is of more use than nobody."""
+        if not self._ready and self._tasks:
+            current, followed = self.standing()
+            is_known = not self._searching and current >= KNOWN_PART * followed
+            self._ready = is_known or time.monotonic() - self._began > KNOWN_WITHIN_SECONDS
+            if not self._ready:
+                return f"{current} of {followed} caches are current since the start"
+        return self.healthy
+
     async def start(self) -> None:
-        """Begins to look for caches and to follow them."""
-        if self._file is not None:
-            self._saved = await asyncio.to_thread(self._file.read)
-            self._forget_saved_at = time.monotonic() + SAVED_KEPT_SECONDS
-        self._tasks = [background(self._look_for_ever(), "prefix-index")]
-        if self._file is not None:
-            self._tasks.append(background(self._save_for_ever(self._file), "prefix-index-save"))
+        """Begins to look for caches and to follow them, once it has read what it knew."""
+        self._began = time.monotonic()
+        if self._file is None:
+            self._look()
+        else:
+            self._tasks.append(background(self._go_on_from(self._file), "prefix-index-saved"))
+
+    def _look(self) -> None:
+        self._tasks.append(background(self._look_for_ever(), "prefix-index"))
         if self._registries:
             self._tasks.append(background(self._watch_for_ever(), "prefix-index-engines"))
 
     async def close(self) -> None:
         """Ends all followers."""
-        for task in self._tasks:
+        for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._file is not None and self._followers:
-            try:
-                await within(SAVE_AT_END_SECONDS, asyncio.to_thread(self._file.write, self._table.cut()))
-            except asyncio.TimeoutError:
-                _log.warning("the index is still being saved after %g s", SAVE_AT_END_SECONDS)
+        # What is not all known again would take the place of all that was: the older file is of more use.
+        if self._file is not None and self._followers and not self._saved:
+            await self._file.write(self._table.cut(), SAVE_AT_END_SECONDS)
         await asyncio.gather(*(self._unfollow(cache) for cache in list(self._followers)))
 
-    async def _save_for_ever(self, file: SavedIndex) -> None:
+    async def _go_on_from(self, file: SavedIndex) -> None:
+        self._saved = await file.read(READ_SECONDS)
+        self._forget_saved_at = time.monotonic() + SAVED_KEPT_SECONDS
+        self._look()
         while True:
             await asyncio.sleep(SAVE_SECONDS)
-            await asyncio.to_thread(file.write, self._table.cut())
+            await file.write(self._table.cut(), SAVE_SECONDS)
 
     async def _restore(self, core: FollowerCore, saved: SavedCache) -> None:
         contents = CacheContents(self._table.index, saved.digest.next_sequence)
@@ -171,6 +200,22 @@ class PrefixIndex:
         """As ``score``, with all that can be asked."""
         return self._table.score(question, wanted, time.monotonic())
 
+    def plan(
+        self, questions: Sequence[PlanQuestion], wanted: Wanted = EVERY_CACHE, *, reserve: bool = False
+    ) -> list[list[Placement]]:
+        """Where to run each request, the best first, and from whom to pull which part of its prompt (docs/pull.md).
+
+        ``reserve``: whoever asks does as the first placement says, and it counts for other plans until the engine has
+        told what it has to do then. ``wanted``: the staleness of caches that plans may rest on. Raises InvalidRequest
+        as ``score``."""
+        return self._planner.plan(questions, time.monotonic(), wanted=wanted, reserve=reserve)
+
+    def plan_in_steps(
+        self, questions: Sequence[PlanQuestion], wanted: Wanted = EVERY_CACHE, *, reserve: bool = False
+    ) -> Iterator[list[Placement] | None]:
+        """As ``plan``, one request after the other; None wherever others may go on before the next is ready."""
+        return self._planner.in_steps(questions, time.monotonic(), wanted=wanted, reserve=reserve)
+
     def page_sizes(self, wanted: Wanted, model: str = "") -> set[int]:
         """Tokens of a block of the caches that would be asked, where they told it."""
         return self._table.page_sizes(wanted, model)
@@ -180,7 +225,7 @@ class PrefixIndex:
         return self._table.sources(time.monotonic())
 
     def not_followed(self) -> list[str]:
-        """What cannot be followed now, each with its reason: "ENGINE: why", "ADDRESS: why"."""
+        """Returns what cannot be followed now, each with its reason: "ENGINE: why", "ADDRESS: why"."""
         return [f"{what}: {why}" for what, why in sorted(self._lacking.items())]
 
     async def until_current(self, caches: int = 1, timeout: float = 30.0) -> None:
@@ -216,6 +261,8 @@ class PrefixIndex:
                 self._lacking.pop(address, None)
                 for name in self._mirror.apply(message):
                     await self._engine_changed(name)
+                if self._mirror.complete:
+                    self._searching.discard("registries")
 
     async def _engine_changed(self, name: str) -> None:
         """The publishing rank of each cache: the one with pp = cp = tp = 0."""
@@ -260,6 +307,7 @@ class PrefixIndex:
                     await self._follow(answer)
                 else:
                     self._lack(address, "it serves no stream of events")
+            self._searching.discard("sources")
             await self._let_go()
             self._count()
             await asyncio.sleep(LOOK_SECONDS)
@@ -333,9 +381,10 @@ class PrefixIndex:
             index=self._table.index,
             turn=self._turn,
         )
-        saved = self._saved.pop(cache, None)
+        saved = self._saved.get(cache)
         if saved is not None:
             await self._restore(follower.core, saved)
+            self._saved.pop(cache, None)
         await follower.start()
         self._followers[cache] = follower, place
         self._table.add(engine, dp, follower.core, place.address, live=self._live, model=place.model)

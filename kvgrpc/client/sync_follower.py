@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from kvgrpc.client.follower import EventFollower
-from kvgrpc.client.prefix_index import PrefixIndex
+from kvgrpc.client.prefix_index import EVERY_CACHE, PrefixIndex
 from kvgrpc.events.following.index import Match
 from kvgrpc.events.following.messages import FollowerCounts, FollowerState
+from kvgrpc.events.following.planning import Placement, PlanQuestion
 from kvgrpc.events.following.sources import CacheScore, Freshness, Question, Source, Wanted
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ClientSecurity
@@ -140,6 +141,12 @@ class SyncPrefixIndex:
     def ask(self, question: Question, wanted: Wanted) -> list[CacheScore]:
         """As ``PrefixIndex.ask``."""
         return _on(self._loop, lambda: self._index.ask(question, wanted))
+
+    def plan(
+        self, questions: Sequence[PlanQuestion], wanted: Wanted = EVERY_CACHE, *, reserve: bool = False
+    ) -> list[list[Placement]]:
+        """As ``PrefixIndex.plan``."""
+        return _on(self._loop, lambda: self._index.plan(questions, wanted, reserve=reserve))
 
     def not_followed(self) -> list[str]:
         """As ``PrefixIndex.not_followed``."""

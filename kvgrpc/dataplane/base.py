@@ -19,6 +19,7 @@ __all__ = [
     "MAX_ADDRESS_BYTES",
     "Bounded",
     "DataPlane",
+    "DialledByPeers",
     "EndedTransfer",
     "MemoryRange",
     "Outcome",
@@ -83,16 +84,25 @@ class Bounded(Protocol):
 
 
 @runtime_checkable
+class DialledByPeers(Protocol):
+    """Also implemented by a data plane that peers of other hosts dial. Any thread may ask."""
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Each "host:port" that a peer must reach."""
+
+
+@runtime_checkable
 class TellsClosed(Protocol):
     """A DataPlane that remembers its end: a rank on it that its owner closed first knows that no write is left."""
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` returned True."""
+        """True if ``close`` returned True."""
 
 
 @runtime_checkable
-class TellsTogether(Protocol):
+class BatchedConnections(Protocol):
     """Also implemented by a data plane to which one look at its connections tells of many peers."""
 
     def connections_from_each(self, addresses: Sequence[bytes]) -> list[frozenset[str]]:
@@ -165,7 +175,7 @@ class DataPlane(Protocol):
         """
 
     def address(self) -> bytes:
-        """What a peer needs to write to what is registered now; opaque, at most MAX_ADDRESS_BYTES."""
+        """Returns what a peer needs to write to what is registered now; opaque, at most MAX_ADDRESS_BYTES."""
 
     def attach(self, address: bytes) -> Peer:
         """Prepares writes to a peer without waiting for it; while the peer does not answer, submissions are REJECTED.

@@ -41,7 +41,7 @@ class RangeTable:
         return found
 
     def contains(self, address: int, nbytes: int) -> bool:
-        """Whether one range holds these bytes as a whole."""
+        """True if one range holds these bytes as a whole."""
         return any(base <= address and address + nbytes <= base + size for base, size in self.ranges)
 
 

@@ -40,7 +40,7 @@ class EventCheck:
             raise DemoFailed(f"no live event of {self._engine} came from {stream.pub_endpoint}")
 
     def result(self, cached: Iterable[int]) -> EventResult:
-        """What the comparison says, now that the rank holds the pages ``cached`` and publishes nothing more."""
+        """Returns what the comparison says, now that the rank holds the pages ``cached`` and publishes nothing more."""
         live = self._live.up_to(self._next_sequence() - 1, ARRIVED_SECONDS)
         replayed = self._replay(min(live))
         payloads = list(replayed.values())

@@ -137,7 +137,9 @@ class PullResult:
 
 @dataclass(slots=True)
 class DemoResult:
-    """Everything. ``problem``: what kept the demo from its end, "" when nothing did. ``set_up_seconds``: the part of
+    """Everything. ``page``: where a browser sees the ranks, if anywhere.
+
+    ``problem``: what kept the demo from its end, "" when nothing did. ``set_up_seconds``: the part of
     ``seconds`` until both ranks were open."""
 
     data_plane: str
@@ -146,6 +148,7 @@ class DemoResult:
     cache: CacheResult | None = None
     pull: PullResult | None = None
     addresses: dict[str, str] = field(default_factory=dict)
+    page: str = ""
     page_bytes: int = 0
     written_bytes: int = 0
     writing_seconds: float = 0.0

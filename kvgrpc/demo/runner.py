@@ -10,7 +10,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,6 +55,8 @@ REPORT_SECONDS = 10.0
 IN_FLIGHT = 3
 STORE_BYTES = 256 << 20
 INTERRUPTED = 130
+# Serves a page of the ranks at the registry of this address while it is entered; the page's address.
+Page = Callable[[str], AbstractContextManager[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,10 @@ class DemoOptions:
     keep_running: bool = False
 
 
-def run(options: DemoOptions) -> int:
+def run(options: DemoOptions, page: Page | None = None) -> int:
     """Runs the demo and returns the exit code: 0 when everything was equal, 1 when not, 130 after Ctrl-C.
+
+    ``page``: serves a page of the ranks at a registry, meanwhile and while the servers stay up.
 
     For the main thread of a process. SIGTERM ends it as Ctrl-C does, and its processes and its files with it.
     """
@@ -82,9 +86,14 @@ def run(options: DemoOptions) -> int:
     try:
         asked = built_in() if options.prompts is None else from_file(options.prompts)
         result.prompts = [PromptResult(prompt, room) for prompt, room in zip(asked, _rooms(len(asked)), strict=True)]
-        with _storage(options.storage) as storage, Processes(KINDS) as processes:
+        with _storage(options.storage) as storage, Processes(KINDS) as processes, ExitStack() as pages:
             with view:
-                _Demo(options, processes, view, result, storage).run(began)
+                demo = _Demo(options, processes, view, result, storage)
+                demo.open(began)
+                if page is not None:
+                    result.page = pages.enter_context(page(result.addresses["registry"]))
+                    view.note(f"the fleet in the browser: http://{result.page}/")
+                demo.run()
             result.seconds = time.monotonic() - began
             view.result(result)
             shown = True
@@ -125,10 +134,13 @@ class _Demo:
         self._offloaded: Offloaded | None = None
         self._resumed: dict[str, Resumed] = {}
 
-    def run(self, began: float) -> None:
-        """Fills the result. ``began``: moment of the start. Raises DemoFailed where a step cannot be done at all."""
+    def open(self, began: float) -> None:
+        """Until a prefill and a decode are open. ``began``: moment of the start. Raises DemoFailed."""
         self._open()
         self._result.set_up_seconds = time.monotonic() - began
+
+    def run(self) -> None:
+        """Fills the result. Raises DemoFailed where a step cannot be done at all."""
         with ExitStack() as stack:
             checks = {rank: self._follow_events(rank, stack) for rank in RANKS}
             self._answer()

@@ -89,8 +89,10 @@ class DemoView:
     def servers(self, result: DemoResult) -> None:
         """How to look at the servers that were left running."""
         self._console.print("\nThe servers stay up until Ctrl-C. Look at them from another terminal:", style="bold")
-        for command in commands(result):
-            self._console.print(f"  {command}", soft_wrap=True)
+        for what, lines in commands(result).items():
+            self._console.print(Text(what, style="dim"))
+            for command in lines:
+                self._console.print(f"  {command}", soft_wrap=True)
         self._console.print("Or with grpcurl, which needs nothing of kvgrpc:", style="bold")
         for command in grpcurl_commands(result):
             self._console.print(f"  {command}", soft_wrap=True)
@@ -129,18 +131,28 @@ class JsonView(DemoView):
         """It is in the object."""
 
 
-def commands(result: DemoResult) -> list[str]:
-    """Our own commands that show every table of the running demo."""
+def commands(result: DemoResult) -> dict[str, list[str]]:
+    """Our own commands that show every table of the running demo, by what they look at."""
     kvgrpc, registry = program(), result.addresses["registry"]
-    found = [f"{kvgrpc} {table} -s {registry}" for table in ("engines", "ranks")]
+    fleet = ("engines", "ranks", "top", "rooms --slowest --fleet", "caches", "pulls --fleet")
+    found = {"all ranks, at their registry": [f"{kvgrpc} {table} -s {registry}" for table in fleet]}
+    if result.page:
+        found[f"the same in the browser: http://{result.page}/"] = []
+    else:
+        found["the same in the browser"] = [f"{kvgrpc} view -s {registry}"]
+    tables = ("info", "sessions", "rooms", "streams", "events replay")
     for kind in ("prefill", "decode"):
-        tables = ("info", "sessions", "rooms", "streams", "events replay")
-        found += [f"{kvgrpc} {table} -s {result.addresses[kind]}" for table in tables]
+        found[f"one of them: {kind}"] = [f"{kvgrpc} {table} -s {result.addresses[kind]}" for table in tables]
+    decode = result.addresses["decode"]
+    found["the cache behind decode, with its prefetches; prefill has none"] = [
+        f"{kvgrpc} cache info -s {decode}",
+        f"{kvgrpc} prefetch list -s {decode}",
+    ]
     return found
 
 
 def program() -> str:
-    """How the command ``kvgrpc`` is called here, from another terminal in the same folder."""
+    """Returns how the command ``kvgrpc`` is called here, from another terminal in the same folder."""
     called = sys.argv[0]
     if Path(called).name != "kvgrpc":
         return f"{shlex.quote(sys.executable)} -m kvgrpc"

@@ -15,10 +15,12 @@ from importlib import metadata
 
 from kvgrpc.errors import FeatureDisabled
 
-HAND_OFFS, EVENTS, STORAGE = "hand-offs", "KV events", "storage tier"
+HAND_OFFS, EVENTS, STORAGE, ORDERS = "hand-offs", "KV events", "storage tier", "prefetch by routers"
 
 _SGLANG, _VLLM = "sglang.srt", "vllm.distributed.kv_transfer.kv_connector.v1"
 _PEERS = f"{_SGLANG}.disaggregation.base.conn"
+_TREE = f"{_SGLANG}.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_RECEIVER = f"{_SGLANG}.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 _CONNECTOR = f"{_VLLM}.base.KVConnectorBase_V1"
 _OFFLOAD = "vllm.v1.kv_offload"
 
@@ -97,6 +99,31 @@ SGLANG = Engine(
             f"{_SGLANG}.mem_cache.hicache_storage.PoolHitPolicy": "",
             f"{_SGLANG}.mem_cache.hicache_storage.PoolTransferResult": "",
         },
+        ORDERS: {
+            f"{_SGLANG}.plugins.hook_registry.HookRegistry.register": "target hook hook_type",
+            f"{_SGLANG}.managers.scheduler.Scheduler.init_request_receiver": "self",
+            f"{_SGLANG}.managers.scheduler.Scheduler.process_input_requests": "self recv_reqs",
+            f"{_RECEIVER}._broadcast_reqs_across_ranks": "self recv_reqs local_reqs",
+            f"{_TREE}.check_hicache_events": "self",
+            f"{_TREE}.reset": "self",
+            f"{_TREE}.match_prefix": "params",
+            f"{_TREE}.prefetch_from_storage": (
+                "request last_host_node_id new_input_tokens last_hash prefix_keys matched_prefix_tokens extra_key "
+                "cache_salt"
+            ),
+            f"{_TREE}.check_prefetch_progress": "request",
+            f"{_TREE}.release_aborted_request": "request",
+            f"{_TREE}.write_backup_storage": "node_id",
+            f"{_TREE}.inc_host_lock_ref": "node_id",
+            f"{_TREE}.dec_host_lock_ref": "node_id params",
+            f"{_TREE}.get_last_hash_value": "node_id",
+            f"{_TREE}.is_backuped": "node_id",
+            f"{_TREE}.is_root": "node_id",
+            f"{_SGLANG}.mem_cache.base_prefix_cache.CacheRequestHandle": "rid attempt_id",
+            f"{_SGLANG}.mem_cache.base_prefix_cache.MatchPrefixParams": "key",
+            f"{_SGLANG}.mem_cache.base_prefix_cache.MatchResult": "device_prefix_len host_hit_length last_host_node",
+            f"{_SGLANG}.mem_cache.radix_cache.RadixKey.__init__": "token_ids extra_key cache_salt",
+        },
     },
 )
 VLLM = Engine(
@@ -157,6 +184,15 @@ VLLM = Engine(
             f"{_OFFLOAD}.tiering.base.TransferJob": "job_id keys chunk_ids is_promotion submit_time",
             f"{_OFFLOAD}.tiering.base.JobResult": "job_id success successful_keys transfer_time transfer_bytes",
         },
+        ORDERS: {
+            f"{_OFFLOAD}.base.TierFilter": "allows",
+            f"{_OFFLOAD}.base.ReqContext": "load_tier_filter set_offload_key_position get_state",
+            f"{_OFFLOAD}.base.make_offload_key": "block_hash group_idx",
+            f"{_OFFLOAD}.tiering.base.ParentManager": "on_new_request lookup create_store_job on_request_finished",
+            f"{_OFFLOAD}.tiering.base.SecondaryTierManager": "serve_external_requests tolerates_off_thread_polling",
+            "vllm.v1.engine.EngineCoreRequestType": "WAKEUP",
+            "vllm.utils.hashing.sha256": "",
+        },
     },
 )
 ENGINES: Mapping[str, Engine] = {engine.package: engine for engine in (SGLANG, VLLM)}
@@ -207,7 +243,7 @@ def version_of(engine: Engine) -> str:
 
 
 def missing(needs: Mapping[str, str]) -> Iterator[str]:
-    """What of these an engine lacks, in words."""
+    """Yields what of these an engine lacks, in words."""
     for name, words in needs.items():
         try:
             found = pkgutil.resolve_name(name)
@@ -221,7 +257,7 @@ def missing(needs: Mapping[str, str]) -> Iterator[str]:
 
 
 def _knows(found: object, word: str) -> bool:
-    """Whether it has a parameter, a field or a method of that name."""
+    """True if it has a parameter, a field or a method of that name."""
     return word in _parameters(found) or hasattr(found, word) or _declares(found, word)
 
 

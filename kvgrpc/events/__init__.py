@@ -12,7 +12,6 @@ from kvgrpc.events.base import EventPublisher, NullEventPublisher
 from kvgrpc.events.codec import Dialect, Encoding, decode_batch
 from kvgrpc.events.config import EventsConfig
 from kvgrpc.events.factory import EventPublisherFactory, open_publisher
-from kvgrpc.events.gate import owns_event_stream
 from kvgrpc.events.log.stream import EventStream
 from kvgrpc.events.model import (
     AllBlocksCleared,
@@ -23,6 +22,7 @@ from kvgrpc.events.model import (
     UnknownEvent,
 )
 from kvgrpc.events.publisher import JournalingPublisher, PublisherCounts
+from kvgrpc.events.stream_owner import owns_event_stream
 
 if TYPE_CHECKING:
     from kvgrpc.events.live.pub import ZmqEventPublisher

@@ -12,8 +12,8 @@ import msgspec
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.codec import Dialect, Encoding
 from kvgrpc.events.log.journal import KEPT_BATCHES, KEPT_BYTES, KEPT_SECONDS, JournalLimits
-
-AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+from kvgrpc.fields import Count
+from kvgrpc.settings import read
 
 
 class ReplayShape(enum.Enum):
@@ -29,6 +29,7 @@ class EventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether and how a rank publishes KV-cache events."""
 
     enable_kv_cache_events: bool = True
+    """False: the rank publishes nothing, whatever else is set."""
     publisher: str = "zmq"
     """Name of the live transport: "zmq", "null" (journal and Watch only), or a registered one."""
     endpoint: str | None = "tcp://*:5557"
@@ -40,9 +41,9 @@ class EventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     with arrays."""
     buffer_steps: Annotated[int, msgspec.Meta(ge=0)] = KEPT_BATCHES
     """Batches kept for replay."""
-    hwm: AtLeastOne = 100_000
+    hwm: Count = 100_000
     """Messages that PUB queues for one slow subscriber before it drops."""
-    max_queue_size: AtLeastOne = 100_000
+    max_queue_size: Count = 100_000
     """Batches that wait to be sent; what is published beyond them is dropped, and told."""
     topic: str = ""
     """First frame of PUB."""
@@ -56,11 +57,11 @@ class EventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """SGLang's key: which hashes its cache puts into events. It is for the engine, and changes nothing here."""
     clear_first: bool = True
     """The first batch of a log says AllBlocksCleared, for consumers that know nothing of logs."""
-    max_watches: AtLeastOne = 4096
+    max_watches: Count = 4096
     """Readers that Watch serves at once; one costs about 30 KB, and 1 MiB where it does not read."""
     snapshots: bool = True
     """Whether the present state is kept, for snapshots and digests: about 350 bytes for each block that is cached."""
-    journal_bytes: AtLeastOne = KEPT_BYTES
+    journal_bytes: Count = KEPT_BYTES
     """Bytes kept for replay."""
     journal_age: Annotated[float, msgspec.Meta(gt=0)] = KEPT_SECONDS
     """Seconds that a batch is kept for replay."""
@@ -76,13 +77,10 @@ class EventsConfig(msgspec.Struct, frozen=True, kw_only=True):
         if value is None or value == "":
             return cls(enable_kv_cache_events=False)
         settings = _settings(value)
-        unknown = [str(key) for key in settings if key not in cls.__struct_fields__]
-        if unknown:
-            raise ValueError(f"events: unknown key {unknown[0]!r}; known are {', '.join(cls.__struct_fields__)}")
         try:
-            return msgspec.convert(settings, cls)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"events: {error}") from None
+            return read(cls, settings, "events.")
+        except InvalidRequest as error:
+            raise ValueError(error.message) from None
 
     @property
     def journal_limits(self) -> JournalLimits:

@@ -70,7 +70,7 @@ def check_apart(pub: str | None, replay: str | None) -> None:
 
 
 def is_open_to_others(address: str) -> bool:
-    """Whether other hosts reach what is bound there."""
+    """True if other hosts reach what is bound there."""
     if not address.startswith("tcp://"):
         return False
     host = split_with_port(address.removeprefix("tcp://"))[0]
@@ -84,7 +84,7 @@ def is_open_to_others(address: str) -> bool:
 
 
 def on_this_host(address: str) -> str:
-    """How another process of this host connects to a bound address; empty: it cannot."""
+    """Returns how another process of this host connects to a bound address; empty: it cannot."""
     if not address.startswith("tcp://"):
         return address if address.startswith("ipc://") else ""
     host, port = split_with_port(address.removeprefix("tcp://"))

@@ -11,10 +11,10 @@ import msgspec
 from kvgrpc.events.base import EventPublisher, NullEventPublisher
 from kvgrpc.events.codec import RANK_FIELDS
 from kvgrpc.events.config import EventsConfig
-from kvgrpc.events.gate import owns_event_stream
 from kvgrpc.events.log.batch_queue import QueuedClear
 from kvgrpc.events.model import KVEventBatch
 from kvgrpc.events.publisher import JournalingPublisher
+from kvgrpc.events.stream_owner import owns_event_stream
 from kvgrpc.model import RankRef
 
 # They say which publisher, or what the engine's cache writes, and are not for a publisher.

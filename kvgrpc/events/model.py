@@ -90,7 +90,7 @@ class UnknownEvent(msgspec.Struct, frozen=True):
 
     @property
     def may_remove(self) -> bool:
-        """Whether blocks may have gone with it: not with what only brings some."""
+        """True if blocks may have gone with it: not with what only brings some."""
         return self.name != BlockStored.__name__
 
 
@@ -109,5 +109,5 @@ class KVEventBatch(msgspec.Struct, array_like=True, gc=False):
 
 
 def on_device(event: BlockStored | BlockRemoved | TierBlocksCleared) -> bool:
-    """Whether it concerns the device tier."""
+    """True if it concerns the device tier."""
     return medium_key(event.medium) == DEVICE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from kvgrpc.events.log.stream import EventStream
 from kvgrpc.events.notifier import Notifier
 from kvgrpc.events.watch import WatchMode, watch
 from kvgrpc.events.wire import order_from_pb, part_to_pb, stream_to_pb
-from kvgrpc.model import raise_if
+from kvgrpc.model import EngineLoad, raise_if
 from kvgrpc.paging import page_size, page_token, read_page_token
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceServicer
@@ -33,7 +33,10 @@ class EventServicer(EventServiceServicer):
         *,
         max_watches: int = MAX_WATCHES,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
+        load: Callable[[], EngineLoad | None] = lambda: None,
     ) -> None:
+        """``load``: what the engine has to do, told with each heartbeat."""
+        self._load = load
         self._streams = {(stream.engine, stream.dp): stream for stream in streams}
         self._notifiers: dict[tuple[str, int, bool], Notifier] = {}
         self._max_watches = max_watches
@@ -67,7 +70,9 @@ class EventServicer(EventServiceServicer):
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchResponse]:
         stream, (order, form) = self._find(request), order_from_pb(request)
         with self._admitted(), self._notifier(stream, order.mode) as notifier:
-            async for part in watch(stream, order, notifier, self._heartbeat_seconds, lambda: self._draining):
+            async for part in watch(
+                stream, order, notifier, self._heartbeat_seconds, lambda: self._draining, self._load
+            ):
                 # Reading payloads takes tens of milliseconds, and rooms live on this loop too.
                 yield await asyncio.to_thread(part_to_pb, part, form) if form.typed else part_to_pb(part, form)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvgrpc.errors import (
     EventsCompacted,
@@ -20,7 +20,7 @@ from kvgrpc.events.log.journal import CHUNK_BYTES, Batches, DroppedRange, compac
 from kvgrpc.events.log.recorder import SnapshotCut, SnapshotGivenUp
 from kvgrpc.events.log.stream import EventStream, StreamState
 from kvgrpc.events.notifier import Notifier
-from kvgrpc.model import raise_if
+from kvgrpc.model import EngineLoad, raise_if
 
 # The journal may move on between two looks at it.
 _TRIES_FOR_THE_OLDEST = 8
@@ -75,6 +75,7 @@ class WatchHeartbeat:
 
     next_sequence: int
     state: StateDigest | None = None
+    load: EngineLoad | None = None
 
 
 Part = WatchBegins | Batches | DroppedRange | SnapshotPart | WatchHeartbeat
@@ -111,7 +112,7 @@ class Watch:
         return self.last is not None and self.cursor > self.last
 
     async def next_part(self) -> Part | None:
-        """What comes next, None: nothing yet. Raises EventsCompacted when the log has overtaken it."""
+        """Returns what comes next, None: nothing yet. Raises EventsCompacted when the log has overtaken it."""
         if self._order.mode is WatchMode.HEARTBEAT:
             return None
         if self._order.mode is WatchMode.SNAPSHOT and (self._snapshot is not None or self._snapshots_in_a_row == 0):
@@ -177,12 +178,18 @@ class Watch:
 
 
 async def watch(
-    stream: EventStream, order: WatchOrder, notifier: Notifier, heartbeat: float, draining: Callable[[], bool]
+    stream: EventStream,
+    order: WatchOrder,
+    notifier: Notifier,
+    heartbeat: float,
+    draining: Callable[[], bool],
+    load: Callable[[], EngineLoad | None] = lambda: None,
 ) -> AsyncIterator[Part]:
     """Says begin, then what the order asks for, with a heartbeat every ``heartbeat`` seconds; while it replays, or
     within a snapshot, only where nothing else is to be said.
 
-    ``notifier`` wakes when there is more to read, or ``draining`` has changed. Raises what the Watch RPC documents.
+    ``load`` tells what the engine has to do. ``notifier`` wakes when there is more to read, or ``draining`` has
+    changed. Raises what the Watch RPC documents.
     """
     reader = Watch(stream, order)
     yield WatchBegins(reader.state, reader.cursor)
@@ -201,7 +208,7 @@ async def watch(
             yield part
         due = clock() >= heartbeat_at
         if due and (part is None or (isinstance(part, Batches) and order.mode is not WatchMode.REPLAY)):
-            yield reader.heartbeat()
+            yield replace(reader.heartbeat(), load=load())
             heartbeat_at = clock() + heartbeat
         elif part is None:
             await asyncio.wait((change,), timeout=heartbeat_at - clock())

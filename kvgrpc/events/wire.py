@@ -25,7 +25,7 @@ from kvgrpc.events.watch import Part, SnapshotPart, WatchBegins, WatchHeartbeat,
 from kvgrpc.model import raise_if
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import event_service_pb2 as pb
-from kvgrpc.wire import rank_ref_to_pb
+from kvgrpc.wire import load_to_pb, rank_ref_to_pb
 
 # Some milliseconds to decode and build, and a message far below 4 MiB: none is more than eleven times its payload.
 TYPED_CHUNK_BYTES = 128 * 1024
@@ -44,7 +44,7 @@ class Form:
     groups: frozenset[int] = frozenset()
 
     def lets_through(self, event: Event) -> bool:
-        """Whether the filters do; what concerns all tiers always passes."""
+        """True if the filters do; what concerns all tiers always passes."""
         if isinstance(event, TierBlocksCleared):
             return not self.tiers or tier_of(event.medium) in self.tiers
         if not isinstance(event, BlockStored | BlockRemoved):
@@ -128,6 +128,8 @@ def part_to_pb(part: Part, form: Form) -> pb.WatchResponse:
         response.heartbeat.next_sequence = part.next_sequence
         if part.state is not None:
             response.heartbeat.state.CopyFrom(digest_to_pb(part.state))
+        if part.load is not None:
+            response.heartbeat.load.CopyFrom(load_to_pb(part.load))
     elif isinstance(part, DroppedRange):
         response.dropped.first_sequence = part.first
         response.dropped.last_sequence = part.last

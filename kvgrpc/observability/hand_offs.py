@@ -1,7 +1,7 @@
-"""How hand-offs ended: what is counted of them, and the one line that a failed one writes.
+"""How hand-offs ended: what is counted of them, the last that went well, and the one line that a failed one writes.
 
-Counted in plain integers by the loop thread; durations wait for the next tick, or for somebody who scrapes, to find
-their buckets: a room pays for neither a lock nor a search.
+A room that went well is only appended, by the loop thread; the next tick, or whoever looks before it, counts all that
+ended since the last one in one go.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import logging
 import threading
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -19,10 +21,44 @@ from prometheus_client.registry import Collector
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.observability.metrics import REGISTRY, SECONDS
+from kvgrpc.observability.pair_figures import Floats, PairFigures
 
 ROLES = ("prefill", "decode")
 STAGES = ("bootstrap", "wait", "transfer", "notify")
 _NOTIFY = STAGES.index("notify")
+_LAST_SUCCEEDED = 256
+_SORTED_AT_ONCE = 1024
+_MOST_PAIRS = 4096
+_MOST_PEERS_SAID = 8
+
+# How long the stages of a hand-off took, in seconds: until both sides were known, from then until there were pages to
+# move, and from then until they had moved and the end was known here.
+Stages: TypeAlias = "tuple[float, float, float]"
+
+
+class HandOff(NamedTuple):
+    """A room that ended. Times are of ``time.monotonic``; 0: it never came to that.
+
+    ``peers``: who owed a part of it, or was owed one. ``began``: the engine made its handle (0: it made none);
+    ``ready``: both sides were known; ``moving``: there were pages to move; ``nbytes``: of the room's pages.
+    """
+
+    room: int
+    attempt: int
+    peers: Sequence[object]
+    began: float
+    ready: float
+    moving: float
+    ended: float
+    pages: int
+    nbytes: int
+    traceparent: str
+    failure: Failure | None
+
+    def stages(self) -> Stages:
+        ready = max(self.ready, self.began)
+        moving = max(self.moving, ready)
+        return ready - self.began, moving - ready, self.ended - moving
 
 
 class HandOffs:
@@ -35,35 +71,41 @@ class HandOffs:
         self._role = role
         self._sums = _SUMS[role]
         self._lines = RateLimited(logger)
+        # Those that went well and are not counted in ``_pairs`` yet: a room only appends.
+        self._ended: list[HandOff] = []
+        self._last: deque[HandOff] = deque(maxlen=2 * _LAST_SUCCEEDED)  # a room may be used again
+        self._pairs: dict[object, PairFigures] = {}
 
-    def succeeded(self, seconds: float | None, nbytes: int, stages: Sequence[float] = ()) -> None:
-        """``seconds`` since the engine made its handle (None: it made none); ``nbytes``: of the room's pages;
-        ``stages``: seconds of each of STAGES, but for the last.
-        """
+    def succeeded(self, hand_off: HandOff) -> None:
         sums = self._sums
         sums.succeeded += 1
-        sums.nbytes += nbytes
-        if seconds is not None:
-            sums.seconds.new.append(seconds)
-        for histogram, taken in zip(sums.stages, stages, strict=False):
-            histogram.new.append(taken)
+        sums.nbytes += hand_off.nbytes
+        self._ended.append(hand_off)
+        if len(self._ended) >= _SORTED_AT_ONCE:
+            self._sort_ended()
 
     def notified(self, seconds: float, rooms: int) -> None:
         """News of so many rooms were handed to their stream, ``seconds`` after the first of them was there."""
         self._sums.stages[_NOTIFY].add(seconds, rooms)
 
-    def failed(self, room: int, attempt: int, failure: Failure, seconds: float | None) -> None:
+    def failed(self, hand_off: HandOff) -> None:
+        failure = hand_off.failure
+        assert failure is not None
         reason = failure.reason.name if isinstance(failure.reason, Reason) else Reason.UNSPECIFIED.name
         self._sums.failed[reason] += 1
+        for peer in hand_off.peers:
+            self._pair(peer).add_failed(hand_off.ended)
 
         def line() -> str:
-            again = f" attempt {attempt}" if attempt else ""
-            after = "" if seconds is None else f" after {seconds:.3f} s"
+            again = f" attempt {hand_off.attempt}" if hand_off.attempt else ""
+            after = f" after {hand_off.ended - hand_off.began:.3f} s" if hand_off.began else ""
             origin = f" (seen first by {failure.origin})" if failure.origin else ""
-            return f"room {room}{again} failed at {self._role}{after}: {reason}: {one_line(failure.message)}{origin}"
+            what = f"{reason}: {one_line(failure.message)}{origin}"
+            return f"room {hand_off.room}{again} failed at {self._role}{after}: {what}"
 
         # An engine that gives a request up is daily business.
-        self._lines.say(logging.INFO if failure.reason is Reason.ROOM_CANCELLED else logging.WARNING, reason, line)
+        level = logging.INFO if failure.reason is Reason.ROOM_CANCELLED else logging.WARNING
+        self._lines.say(level, reason, line, about=_about(hand_off, reason))
 
     def lost(self, own: object, peer: object, how: str, rooms: int) -> None:
         """A pair was given up; without a room of its own that is only news."""
@@ -85,10 +127,85 @@ class HandOffs:
         leaves = failure.reason is Reason.SERVER_DRAINING
         self._lines.say(logging.INFO if leaves else logging.WARNING, f"refused sessions, {reason}", text)
 
+    def last_succeeded(self) -> Mapping[tuple[int, int], HandOff]:
+        """The last 256 that went well, by room and attempt, the oldest first."""
+        self._sort_ended()
+        last: dict[tuple[int, int], HandOff] = {}
+        for hand_off in self._last:
+            key = hand_off.room, hand_off.attempt
+            last.pop(key, None)
+            last[key] = hand_off
+        return dict(list(last.items())[-_LAST_SUCCEEDED:])
+
+    def of_pair(self, peer: object) -> PairFigures:
+        """Returns what the hand-offs with one incarnation came to. Of 4,096 of them; where there are more, the first
+        are forgotten."""
+        self._sort_ended()
+        return self._pairs.get(peer) or PairFigures()
+
     def sort_in(self) -> None:
         """Sorts durations into their buckets: once a tick."""
-        for histogram in (self._sums.seconds, *self._sums.stages):
-            histogram.sort_in()
+        self._sort_ended()
+
+    def _sort_ended(self) -> None:
+        """Counts those that went well since the last time, all in one go: one by one they took a fifth of a room."""
+        ended, self._ended = self._ended, []
+        if not ended:
+            return
+        self._last.extend(ended)
+        began, ready, moving, over, _, nbytes = _columns(ended)
+        ready = np.maximum(ready, began)
+        moving = np.maximum(moving, ready)
+        for histogram, taken in zip(self._sums.stages, (ready - began, moving - ready, over - moving), strict=False):
+            histogram.add_all(taken)
+        seconds = over - began
+        self._sums.seconds.add_all(seconds[began > 0])
+        for peer, (rooms, shares) in _by_peer(ended).items():
+            self._pair(peer).add(over[rooms], seconds[rooms], (over - moving)[rooms], nbytes[rooms] // shares)
+
+    def _pair(self, peer: object) -> PairFigures:
+        figures = self._pairs.get(peer)
+        if figures is None:
+            if len(self._pairs) >= _MOST_PAIRS:
+                del self._pairs[next(iter(self._pairs))]
+            figures = self._pairs[peer] = PairFigures()
+        return figures
+
+
+def _columns(ended: list[HandOff]) -> Floats:
+    """From ``began`` to ``nbytes``, a row each."""
+    fields = [each[3:9] for each in ended]
+    columns: Floats = np.fromiter(chain.from_iterable(fields), np.float64, 6 * len(fields)).reshape(-1, 6).T
+    return columns
+
+
+def _by_peer(ended: list[HandOff]) -> dict[object, tuple[list[int], list[int]]]:
+    """Positions of the rooms of each peer, and among how many peers each of them was shared."""
+    # By identity first: a pair's reference is one object, and its hash costs more than all else here.
+    found: dict[int, tuple[object, list[int], list[int]]] = {}
+    for number, each in enumerate(ended):
+        for peer in each.peers:
+            same = found.get(id(peer))
+            if same is None:
+                same = found[id(peer)] = peer, [], []
+            same[1].append(number)
+            same[2].append(len(each.peers))
+    together: dict[object, tuple[list[int], list[int]]] = {}
+    for peer, rooms, shares in found.values():
+        of_all = together.setdefault(peer, ([], []))
+        of_all[0].extend(rooms)
+        of_all[1].extend(shares)
+    return together
+
+
+def _about(hand_off: HandOff, reason: str) -> dict[str, object]:
+    """Returns what a program looks for in the log; the second part of a W3C trace context is the trace's id."""
+    fields: dict[str, object] = {"room": hand_off.room, "attempt": hand_off.attempt, "reason": reason}
+    if hand_off.peers:
+        fields["peers"] = [str(peer) for peer in hand_off.peers[:_MOST_PEERS_SAID]]
+    if hand_off.traceparent.count("-") == 3:
+        fields["trace_id"] = one_line(hand_off.traceparent.split("-")[1])
+    return fields
 
 
 class _Sums:
@@ -103,10 +220,9 @@ class _Sums:
 
 
 class _Histogram:
-    """Durations in SECONDS' buckets. ``new``: those that are in none yet; whoever appends there needs no lock."""
+    """Durations in SECONDS' buckets. Thread-safe."""
 
     def __init__(self) -> None:
-        self.new: deque[float] = deque()
         self._counts = np.zeros(len(SECONDS) + 1, np.int64)
         self._sum = 0.0
         self._lock = threading.Lock()
@@ -116,16 +232,13 @@ class _Histogram:
             self._counts[bisect_left(SECONDS, seconds)] += times
             self._sum += seconds * times
 
-    def sort_in(self) -> None:
-        if self.new:
-            with self._lock:
-                found = [self.new.popleft() for _ in range(len(self.new))]
-                self._counts += np.bincount(np.searchsorted(SECONDS, found), minlength=len(self._counts))
-                self._sum += sum(found)
+    def add_all(self, seconds: Floats) -> None:
+        with self._lock:
+            self._counts += np.bincount(np.searchsorted(SECONDS, seconds), minlength=len(self._counts))
+            self._sum += float(seconds.sum())
 
     def cumulated(self) -> tuple[list[tuple[str, float]], float]:
         """The buckets as prometheus_client takes them, and the sum."""
-        self.sort_in()
         with self._lock:
             counts, total = np.cumsum(self._counts).tolist(), self._sum
         return [(bound, float(count)) for bound, count in zip((*map(str, SECONDS), "+Inf"), counts, strict=True)], total

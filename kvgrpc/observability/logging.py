@@ -8,22 +8,47 @@ from __future__ import annotations
 import atexit
 import heapq
 import itertools
+import json
 import logging
 import os
 import threading
 import time
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
 from functools import partial
 
 LONGEST_LINE = 400  # characters of foreign text in one record
 
+_ABOUT = "kvgrpc_about"
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s [%(threadName)s] %(message)s"
 
 
-def configure(level: str | int = "INFO") -> None:
-    """Sends records from ``level`` on to stderr. Call it once, from a program's main."""
-    logging.basicConfig(level=level, format=FORMAT, datefmt="%Y-%m-%dT%H:%M:%S")
+class JsonLines(logging.Formatter):
+    """A record as one JSON object: ``time`` (UTC), ``level``, ``logger``, ``thread``, ``message``, ``exception``; and
+    what the line is about, of a hand-off ``room``, ``attempt``, ``reason``, ``peers`` and ``trace_id``. Any program may
+    use it.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+        fields: dict[str, object] = {
+            "time": when.replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "thread": record.threadName,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields | getattr(record, _ABOUT, {}), ensure_ascii=True, default=str)
+
+
+def configure(level: str | int = "INFO", *, as_json: bool = False) -> None:
+    """Sends records from ``level`` on to stderr, as text or as JSON lines. Call it once, from a program's main."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines() if as_json else logging.Formatter(FORMAT, "%Y-%m-%dT%H:%M:%S"))
+    logging.basicConfig(level=level, handlers=[handler])
     drop_poller_noise()
 
 
@@ -54,8 +79,17 @@ class RateLimited:
         """The error that is being handled, with its traceback."""
         self.say(logging.ERROR, key, text, exc_info=True)
 
-    def say(self, level: int, key: str, text: str | Callable[[], str], *, exc_info: bool = False) -> None:
-        """``text``, or what makes it: thousands that are left out then cost nothing to word."""
+    def say(
+        self,
+        level: int,
+        key: str,
+        text: str | Callable[[], str],
+        *,
+        exc_info: bool = False,
+        about: Mapping[str, object] | None = None,
+    ) -> None:
+        """``text``, or what makes it: thousands that are left out then cost nothing to word. ``about``: fields of
+        JsonLines."""
         now, ended = time.monotonic(), None
         with self._lock:
             window = self._windows.get(key)
@@ -69,7 +103,9 @@ class RateLimited:
         if ended is not None:
             self._sum_up(key, ended)
         if beyond <= 0:
-            self._logger.log(level, "%s", text if isinstance(text, str) else text(), exc_info=exc_info or None)
+            extra = {_ABOUT: about} if about else None
+            said = text if isinstance(text, str) else text()
+            self._logger.log(level, "%s", said, exc_info=exc_info or None, extra=extra)
         elif beyond == 1:
             _counts.owe(window.end, partial(self._end, key, window))
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvgrpc import __version__
-from kvgrpc.errors import Failure, Reason
+from kvgrpc.errors import Reason
+from kvgrpc.observability.hand_offs import HandOff
 from kvgrpc.observability.logging import RateLimited, one_line
 
 if TYPE_CHECKING:
@@ -21,23 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _MOST_PEERS = 8
-
-
-class HandOff(NamedTuple):
-    """What a span says of a room that ended. Times are of ``time.monotonic``; 0: it never came to that.
-
-    ``ready``: both sides were known; ``moving``: there were pages to move; ``nbytes``: of the room's pages.
-    """
-
-    room: int
-    attempt: int
-    peers: Sequence[object]
-    began: float
-    ready: float
-    moving: float
-    pages: int
-    nbytes: int
-    failure: Failure | None
 
 
 class OpenSpan(NamedTuple):
@@ -84,13 +67,14 @@ class Spans:
             return None, traceparent
         return OpenSpan(span, began, started), carrier.get("traceparent", traceparent)
 
-    def end(self, span: OpenSpan | None, traceparent: str, hand_off: HandOff) -> None:
-        """The room ended now. ``span``: what ``begin`` gave; None: it began, below ``traceparent``, when it says."""
+    def end(self, span: OpenSpan | None, hand_off: HandOff) -> None:
+        """The room ended. ``span``: what ``begin`` gave; None: it began when it says, below its trace
+        context."""
         try:
             if span is None:
-                span, _ = self.begin(traceparent, hand_off.began)
+                span, _ = self.begin(hand_off.traceparent, hand_off.began)
             if span is not None:
-                end = span.at(time.monotonic())
+                end = span.at(hand_off.ended)
                 self._describe(span, hand_off)
                 span.span.end(end)
         except Exception as error:

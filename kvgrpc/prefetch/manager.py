@@ -6,23 +6,25 @@ import logging
 import time
 from collections.abc import Sequence
 
-from kvgrpc.errors import Failure, ServerDraining, StorageFailed, WrongRank
+from kvgrpc.errors import Failure, FeatureDisabled, ServerDraining, StorageFailed, WrongRank
+from kvgrpc.hashing import page_hashes, storage_seed
 from kvgrpc.model import Layout, RankId, RankRef, Role, Tier
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.agreement.leader import LeaderAgreement
 from kvgrpc.prefetch.agreement.member import FindLeader, JoinedAgreement, OpenChannel, Spawn
 from kvgrpc.prefetch.config import PrefetchConfig
-from kvgrpc.prefetch.model import Namespace, OperationKind, TierUse
+from kvgrpc.prefetch.model import CacheFacts, Namespace, OperationKind, PrefetchLimits, Purged, TierUse
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
 from kvgrpc.prefetch.protocol.backup import IsWriter, every_page, writer_of
+from kvgrpc.prefetch.protocol.book import OperationBook
 from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.prefetch.protocol.votes import Agreement, AloneAgreement
 from kvgrpc.prefetch.purging import Purger, known_cache
 from kvgrpc.prefetch.runtime.controller import CacheController
 from kvgrpc.prefetch.storage import open_backend
-from kvgrpc.prefetch.storage.base import StorageBackend
+from kvgrpc.prefetch.storage.base import FindsByPrompt, StorageBackend
 from kvgrpc.prefetch.storage.keys import Keys, PageIdentity
 from kvgrpc.prefetch.tree.cache import TieredCache
 from kvgrpc.prefetch.tree.keeper import leading_by_tier
@@ -104,6 +106,14 @@ class PrefetchManager:
         self._closed = False
 
     @property
+    def limits(self) -> PrefetchLimits:
+        return self.config.limits
+
+    @property
+    def book(self) -> OperationBook:
+        return self.controller.book
+
+    @property
     def leads(self) -> bool:
         """Whether this is the rank that takes starts for its replica."""
         rank = self.rank.rank
@@ -116,8 +126,16 @@ class PrefetchManager:
 
     @property
     def healthy(self) -> bool:
-        """All of its threads live. Storage that is away does not count: the cache goes on without it."""
+        """All of its threads live, and storage does not hold all of a kind past its time-out. Storage that is away does
+        not count: the cache goes on without it."""
         return not self._closed and self.controller.healthy and (self.copies is None or self.copies.healthy)
+
+    def hash_tokens(
+        self, tokens: Sequence[int], *, extra_key: str | None, cache_salt: str | None, bigram: bool
+    ) -> list[bytes]:
+        """SGLang's chain."""
+        seed = storage_seed(extra_key, cache_salt)
+        return page_hashes(tokens, self.namespace.page_tokens, after=seed, bigram=bigram)
 
     def start(self, order: Order) -> Operation:
         """Begins a prefetch or backup at all ranks of the replica, as ``CacheController`` does at one.
@@ -152,9 +170,30 @@ class PrefetchManager:
         far = self.controller.count_in_storage(hashes[near:], timeout, extra_key, behind=hashes[:near])
         return device, near, near + far
 
+    def purge(self, tiers: Sequence[Tier], extra_key: str | None, *, dry_run: bool, timeout: float) -> Purged:
+        """As ``Purger.purge``."""
+        return self.purger.purge(tiers, extra_key, dry_run=dry_run, timeout=timeout)
+
+    def pin(self, hashes: Sequence[str], seconds: float) -> int:
+        """As ``TieredCache.pin``."""
+        return self.known_cache().pin(hashes, seconds)
+
     def known_cache(self) -> TieredCache:
         """Raises FeatureDisabled where the engine has its own radix cache."""
         return known_cache(self.cache)
+
+    def facts(self) -> CacheFacts:
+        stats = None if self.storage is None else self.storage.stats()
+        return CacheFacts(
+            storage="" if self.storage is None else self.storage.name,
+            storage_healthy=stats is not None and stats.healthy,
+            storage_detail="" if stats is None else stats.detail,
+            write_policy=self.config.write_policy.value,
+            stop_policy=self.limits.stop_policy.value,
+            occupied=self.controller.occupied,
+            capacity=self.controller.capacity,
+            agreeing_ranks=self.agreeing_ranks(),
+        )
 
     def use(self) -> list[TierUse]:
         """How full the tiers are."""
@@ -219,6 +258,11 @@ class PrefetchManager:
     def _begin(self, order: Order) -> Operation:
         """This rank's part of what all ranks of the replica do together."""
         if order.kind is OperationKind.PREFETCH:
+            if order.engines and not isinstance(self.storage, FindsByPrompt):
+                raise FeatureDisabled(
+                    f"{self.rank.rank} takes no pages of other engines",
+                    metadata={"feature": "pull", "howToEnable": "give RankConfig a PullConfig"},
+                )
             return self.controller.start_prefetch(order)
         order.check()
         pages, failure = self._present(order.hashes)

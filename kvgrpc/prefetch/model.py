@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
-from kvgrpc.errors import Failure, InvalidRequest
-from kvgrpc.model import Tier
+from kvgrpc.errors import Failure
+from kvgrpc.fields import bounded, seconds, violations
+from kvgrpc.model import Tier, raise_if
 
 Pages = npt.NDArray[np.int64]
 """Numbers of pages of one pool."""
@@ -141,7 +143,7 @@ class WritePolicy(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Short:
+class NotEnoughPages:
     """A pool's answer when so many pages are not free: nothing was taken, ``missing`` more would do."""
 
     missing: int
@@ -156,6 +158,7 @@ class OperationRow:
 
     Counts are pages: ``asked`` by the caller, ``covered`` at the front that were on the host or device already,
     ``hit`` in storage behind those on this rank, ``agreed`` by all ranks, ``completed`` the prefix that is in place.
+    Of pages that a prefetch brought: ``used`` by a request since, ``wasted`` by leaving the host before one came.
     """
 
     operation_id: str
@@ -178,60 +181,88 @@ class OperationRow:
     took_seconds: float
     outcomes: tuple[PageOutcome, ...] = ()
     failure: Failure | None = None
+    used: int = 0
+    wasted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFacts:
+    """What GetCacheInfo says beside tiers and operations.
+
+    ``storage``: name of the backend, "" for none; ``storage_detail``: why it is not healthy. ``occupied`` of
+    ``capacity`` host pages are held by prefetches. ``agreeing_ranks``: of the replica, that take part now.
+    """
+
+    storage: str = ""
+    storage_healthy: bool = True
+    storage_detail: str = ""
+    write_policy: str = ""
+    stop_policy: str = ""
+    occupied: int = 0
+    capacity: int = 0
+    agreeing_ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Purged:
+    """What a purge did, or would do.
+
+    Attributes:
+        near: pages of device and host that went, by tier.
+        storage: pages of storage that went; None: it cannot count what would go.
+        kept: pages that stay on device and host because they are in use or pinned.
+        known_only: of storage those pages alone that device and host knew: its keys tell no extra key.
+    """
+
+    near: dict[Tier, int]
+    storage: int | None
+    kept: int
+    known_only: bool
+
+
+Number = Annotated[int, Meta(ge=1, le=1 << 20)]
+Seconds = Annotated[float, seconds(3600)]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchLimits:
-    """Bounds and defaults of a controller, in the words of the engines' settings.
+    """Bounds and defaults of a controller, in the words of the engines' settings."""
 
-    Attributes:
-        threshold_tokens: a prefetch of fewer tokens is not worth its cost; at least one page counts.
-        batch_pages: pages of one call of the storage backend.
-        storage_timeout: seconds that one such call may take.
-        attempts: how often a page that failed is tried, the first time included.
-        readers, writers: threads that read from and write to storage.
-        occupancy: share of the host pool that prefetches which have not ended may hold (the seed: 0.8 x (host -
-        device)).
-        operations: operations that have not ended; one more is refused.
-        remembered: ended operations that can still be asked for.
-        stop_policy, timeout_base, timeout_per_ki_tokens: ``StopPolicy.TIMEOUT`` waits ``timeout_base`` and
-            ``timeout_per_ki_tokens`` for each 1,024 tokens, in seconds, from the first look that found it unfinished.
-        operation_timeout: seconds that an operation may take that came without a limit of its own.
-        agreement_timeout: seconds that all ranks may take to say what they have.
-        doubt_timeout: seconds, of those that this rank is awake, that it waits for the leading rank's word after it
-            said its last number. Equal at all ranks. They end alike whichever of them sleep for less.
-    """
-
-    threshold_tokens: int = 256
-    batch_pages: int = 128
-    storage_timeout: float = 5.0
-    attempts: int = 2
-    readers: int = 2
-    writers: int = 1
-    occupancy: float = 0.5
-    operations: int = 4096
-    remembered: int = 4096
+    threshold_tokens: Annotated[int, Meta(ge=0)] = 256
+    """A prefetch of fewer tokens is not worth its cost; at least one page counts."""
+    batch_pages: Number = 128
+    """Pages of one call of the storage backend."""
+    storage_timeout: Seconds = 5.0
+    """Seconds that one such call may take."""
+    attempts: Number = 2
+    """How often a page that failed is tried, the first time included."""
+    readers: Number = 2
+    """Threads that read from storage."""
+    writers: Number = 1
+    """Threads that write to it."""
+    occupancy: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """Share of the host pool that prefetches which have not ended may hold (the seed: 0.8 x (host - device))."""
+    operations: Number = 4096
+    """Operations that have not ended; one more is refused."""
+    remembered: Number = 4096
+    """Ended operations that can still be asked for."""
     stop_policy: StopPolicy = StopPolicy.TIMEOUT
-    timeout_base: float = 1.0
-    timeout_per_ki_tokens: float = 0.25
-    operation_timeout: float = 30.0
-    agreement_timeout: float = 5.0
-    doubt_timeout: float = 60.0
+    """What ends a prefetch that is not done: ``TIMEOUT`` waits ``timeout_base`` and ``timeout_per_ki_tokens`` from the
+    first look that found it unfinished."""
+    timeout_base: Annotated[float, bounded(least=0, most=3600, unit="seconds")] = 1.0
+    """Seconds, whatever its size."""
+    timeout_per_ki_tokens: Annotated[float, bounded(least=0, most=3600, unit="seconds")] = 0.25
+    """Seconds for each 1,024 tokens."""
+    operation_timeout: Seconds = 30.0
+    """Seconds that an operation may take that came without a limit of its own."""
+    agreement_timeout: Seconds = 5.0
+    """Seconds that all ranks may take to say what they have."""
+    doubt_timeout: Seconds = 60.0
+    """Seconds, of those that this rank is awake, that it waits for the leading rank's word after it said its last
+    number. Equal at all ranks. They end alike whichever of them sleep for less."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_pages", "attempts", "readers", "writers", "operations", "remembered"):
-            if not 1 <= getattr(self, name) <= 1 << 20:
-                raise InvalidRequest.of(f"prefetch.limits.{name}", getattr(self, name), "1 to 1048576")
-        if self.threshold_tokens < 0:
-            raise InvalidRequest.of("prefetch.limits.threshold_tokens", self.threshold_tokens, "at least 0")
-        for name in ("storage_timeout", "operation_timeout", "agreement_timeout", "doubt_timeout"):
-            if not 0 < getattr(self, name) <= 3600:
-                raise InvalidRequest.of(f"prefetch.limits.{name}", getattr(self, name), "above 0, at most 3600 seconds")
-        for name in ("timeout_base", "timeout_per_ki_tokens"):
-            if not 0 <= getattr(self, name) <= 3600:
-                raise InvalidRequest.of(f"prefetch.limits.{name}", getattr(self, name), "0 to 3600 seconds")
-        if not 0 < self.occupancy <= 1:
-            raise InvalidRequest.of("prefetch.limits.occupancy", self.occupancy, "a share above 0 and at most 1")
+        raise_if(list(violations(self, "prefetch.limits.")))
 
 
 @dataclass(frozen=True, slots=True)

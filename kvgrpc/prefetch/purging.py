@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvgrpc.errors import FeatureDisabled
 from kvgrpc.model import Tier
+from kvgrpc.prefetch.model import Purged
 from kvgrpc.prefetch.runtime.controller import CacheController
 from kvgrpc.prefetch.storage.base import StorageBackend, StorageDown
 from kvgrpc.prefetch.storage.keys import Keys
@@ -17,23 +17,6 @@ from kvgrpc.prefetch.tree.cache import TieredCache
 _DELETED_AT_ONCE = 1024
 # The rest is for what clears a whole prefix, which may be one quick call.
 _PART_FOR_KNOWN_PAGES = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class Purged:
-    """What a purge did, or would do.
-
-    Attributes:
-        near: pages of device and host that went, by tier.
-        storage: pages of storage that went; None: it cannot count what would go.
-        kept: pages that stay on device and host because they are in use or pinned.
-        known_only: of storage those pages alone that device and host knew: its keys tell no extra key.
-    """
-
-    near: dict[Tier, int]
-    storage: int | None
-    kept: int
-    known_only: bool
 
 
 class Purger:

@@ -16,15 +16,17 @@ from kvgrpc.errors import (
     TooManyRequests,
 )
 from kvgrpc.model import Tier
+from kvgrpc.observability.caches import forget_cache, watch_cache
 from kvgrpc.paging import numbers_token, page_size, read_numbers_token
 from kvgrpc.prefetch import wire
-from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.model import OperationKind
-from kvgrpc.prefetch.protocol.book import MAX_OPEN_PAGES
+from kvgrpc.prefetch.protocol.book import MAX_OPEN_PAGES, OperationBook
 from kvgrpc.prefetch.protocol.operation import Operation
+from kvgrpc.prefetch.served import ServedCache
 from kvgrpc.rpc.blocking import BlockingCalls
 from kvgrpc.rpc.callers import caller
 from kvgrpc.rpc.security import CallerRole
+from kvgrpc.rpc.shares import Shares, TakenShare
 from kvgrpc.rpc.within import within
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceServicer
@@ -32,18 +34,16 @@ from kvgrpc.wire import rank_ref_to_pb, seconds_from_pb
 
 MAX_WATCHES = 256
 MAX_WATCHED = 1_000
-MAX_BLOCKING, MAX_BLOCKING_OF_A_CALLER = 64, 16
+MAX_BLOCKING = 64
 MAX_PIN_SECONDS = 3600.0
 HEARTBEAT_SECONDS = 1.0
 _THREADS = 4
-# One caller may have a quarter of the operations, and of their pages.
-_PART_OF_A_CALLER = 4
 _OPERATIONS_OF_A_MESSAGE = 256
 # An operation of 65,536 pages says what became of each; clients of other languages take 4 MiB unless told otherwise.
 _BYTES_OF_A_MESSAGE = 1 << 20
 # Changes of one operation come in bursts; a watcher needs the latest only.
 _COALESCE_SECONDS = 0.02
-_ON_THE_LOOP_TOKENS = 4_096
+_ON_THE_LOOP_TOKENS, _ON_THE_LOOP_HASHES = 4_096, 4_096
 _STORAGE_SECONDS = 10.0
 # A purge may look at every page of a store.
 _PURGE_SECONDS = 60.0
@@ -55,44 +55,40 @@ class PrefetchServicer(PrefetchServiceServicer):
     """Its methods, ``drain`` too, run on one event loop; what may block does so on threads of its own, a bounded
     number."""
 
-    def __init__(self, manager: PrefetchManager) -> None:
-        self._manager = manager
-        self._blocking = BlockingCalls(
-            "prefetch-call",
-            "calls that ask storage",
-            threads=_THREADS,
-            most=MAX_BLOCKING,
-            per_caller=MAX_BLOCKING_OF_A_CALLER,
-        )
-        operations = max(1, manager.config.limits.operations // _PART_OF_A_CALLER)
-        self._shares = CallerShares(operations, MAX_OPEN_PAGES // _PART_OF_A_CALLER)
+    def __init__(self, cache: ServedCache) -> None:
+        self._cache = cache
+        self._blocking = BlockingCalls("prefetch-call", "calls that ask storage", threads=_THREADS, most=MAX_BLOCKING)
+        self._shares = OperationShares(cache.book, cache.limits.operations)
         self._watches: set[asyncio.Event] = set()
         self._draining = False
+        watch_cache(cache.use)
 
     def drain(self) -> None:
         """Ends every watch with ServerDraining; no start is taken from now on."""
         self._draining = True
-        self._manager.drain()
+        self._cache.drain()
         for wake in self._watches:
             wake.set()
 
     def close(self) -> None:
         """Lets go of the threads; calls that still run on them are left behind."""
+        forget_cache(self._cache.use)
         self._blocking.close()
+        self._shares.close()
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         hashes = await self._hashes(request.pages)
         storage = not request.without_storage
         seconds = _seconds_left(context)
         device, near, far = await self._block(
-            lambda: self._manager.lookup(hashes, seconds, extra_key=request.pages.extra_key, storage=storage)
+            lambda: self._cache.lookup(hashes, seconds, extra_key=request.pages.extra_key, storage=storage)
         )
         return pb.LookupResponse(
             asked_pages=len(hashes),
             device_pages=device,
             host_pages=near,
             storage_pages=far,
-            page_tokens=self._manager.config.shape.page_tokens,
+            page_tokens=self._cache.namespace.page_tokens,
         )
 
     async def StartPrefetch(self, request: pb.StartPrefetchRequest, context: Any) -> pb.StartPrefetchResponse:
@@ -105,23 +101,17 @@ class PrefetchServicer(PrefetchServiceServicer):
         self, kind: OperationKind, request: pb.StartPrefetchRequest | pb.StartBackupRequest
     ) -> pb.CacheOperation:
         order = wire.order_from_pb(kind, request, await self._hashes(request.pages))
-        new = self._manager.began(kind, order.request_id) is None
-        if new:
-            self._shares.check(len(order.hashes))
-        operation = self._manager.start(order)
-        if new:
-            operation.owner = caller().name
-        self._shares.add(operation)
-        return self._to_pb(operation)
+        if self._cache.began(kind, order.request_id) is not None:
+            return self._to_pb(self._cache.start(order))
+        return self._to_pb(self._shares.begin(len(order.hashes), lambda: self._cache.start(order)))
 
     async def TerminatePrefetch(
         self, request: pb.TerminatePrefetchRequest, context: Any
     ) -> pb.TerminatePrefetchResponse:
-        controller = self._manager.controller
-        operation = controller.book.get(request.operation_id)
+        operation = self._cache.book.get(request.operation_id)
         _check_owner(operation)
         with self._listening(operation) as wake:
-            self._manager.terminate(operation)
+            self._cache.terminate(operation)
             end = time.monotonic() + _seconds_left(context)
             while not operation.ended and time.monotonic() < end:
                 await _wait(wake, end - time.monotonic())
@@ -130,7 +120,7 @@ class PrefetchServicer(PrefetchServiceServicer):
     async def WatchOperations(
         self, request: pb.WatchOperationsRequest, context: Any
     ) -> AsyncIterator[pb.WatchOperationsResponse]:
-        book = self._manager.controller.book
+        book = self._cache.book
         if len(request.operation_ids) > MAX_WATCHED:
             text = f"{len(request.operation_ids)} operations"
             raise InvalidRequest.of("operation_ids", text, f"at most {MAX_WATCHED}, or none for all")
@@ -157,7 +147,7 @@ class PrefetchServicer(PrefetchServiceServicer):
                     yield pb.WatchOperationsResponse()
 
     async def ListOperations(self, request: pb.ListOperationsRequest, context: Any) -> pb.ListOperationsResponse:
-        book = self._manager.controller.book
+        book = self._cache.book
         question = f"operations {request.open_only}"
         after = read_numbers_token(question, request.page_token, 1)
         rows = book.open() if request.open_only else book.all()
@@ -175,39 +165,36 @@ class PrefetchServicer(PrefetchServiceServicer):
         return response
 
     async def GetCacheInfo(self, request: pb.GetCacheInfoRequest, context: Any) -> pb.GetCacheInfoResponse:
-        manager = self._manager
-        controller, config = manager.controller, manager.config
-        uses = await self._block(manager.use)
+        cache, limits = self._cache, self._cache.limits
+        uses = await self._block(cache.use)
+        facts = cache.facts()
         response = pb.GetCacheInfoResponse(
-            rank=rank_ref_to_pb(manager.rank),
-            cache_namespace=wire.namespace_to_pb(manager.namespace),
+            rank=rank_ref_to_pb(cache.rank),
+            cache_namespace=wire.namespace_to_pb(cache.namespace),
             tiers=[wire.use_to_pb(use) for use in uses],
-            write_policy=config.write_policy.value,
-            stop_policy=config.limits.stop_policy.value,
-            occupied_pages=controller.occupied,
-            occupied_limit=controller.capacity,
-            threshold_tokens=config.limits.threshold_tokens,
-            open_operations=len(controller.book.open()),
-            agreeing_ranks=manager.agreeing_ranks(),
+            write_policy=facts.write_policy,
+            stop_policy=facts.stop_policy,
+            occupied_pages=facts.occupied,
+            occupied_limit=facts.capacity,
+            threshold_tokens=limits.threshold_tokens,
+            open_operations=len(cache.book.open()),
+            agreeing_ranks=facts.agreeing_ranks,
         )
-        if manager.storage is not None:
-            stats = manager.storage.stats()
-            response.storage_backend = manager.storage.name
-            response.storage_healthy = stats.healthy
-            response.storage_detail = stats.detail
+        if facts.storage:
+            response.storage_backend = facts.storage
+            response.storage_healthy = facts.storage_healthy
+            response.storage_detail = facts.storage_detail
         return response
 
     async def PurgePages(self, request: pb.PurgePagesRequest, context: Any) -> pb.PurgePagesResponse:
-        mine = wire.namespace_to_pb(self._manager.namespace)
+        mine = wire.namespace_to_pb(self._cache.namespace)
         if request.cache_namespace != mine:
             theirs = _one_line(request.cache_namespace)
             raise InvalidRequest.of("cache_namespace", theirs, f"this cache's, {_one_line(mine)}")
         tiers = wire.tiers_from_pb(list(request.tiers))
         extra_key = request.extra_key if request.HasField("extra_key") else None
         seconds, dry_run = _seconds_left(context, _PURGE_SECONDS), request.dry_run
-        purged = await self._block(
-            lambda: self._manager.purger.purge(tiers, extra_key, dry_run=dry_run, timeout=seconds)
-        )
+        purged = await self._block(lambda: self._cache.purge(tiers, extra_key, dry_run=dry_run, timeout=seconds))
         return pb.PurgePagesResponse(
             device_pages=purged.near.get(Tier.DEVICE, 0),
             host_pages=purged.near.get(Tier.HOST, 0),
@@ -218,8 +205,8 @@ class PrefetchServicer(PrefetchServiceServicer):
 
     async def PinPages(self, request: pb.PinPagesRequest, context: Any) -> pb.PinPagesResponse:
         seconds = seconds_from_pb("duration", request.duration, MAX_PIN_SECONDS)
-        cache = self._manager.known_cache()
-        pinned = cache.pin(await self._hashes(request.pages), seconds)
+        hashes = await self._hashes(request.pages)
+        pinned = await self._block(lambda: self._cache.pin(hashes, seconds))
         response = pb.PinPagesResponse(pinned_pages=pinned)
         response.until.FromMicroseconds(round((time.time() + seconds) * 1e6))
         return response
@@ -227,32 +214,31 @@ class PrefetchServicer(PrefetchServiceServicer):
     async def JoinAgreement(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.JoinAgreementRequest], context: Any
     ) -> None:
-        leader = self._manager.leader
+        leader = self._cache.leader
         if leader is None:
             raise FeatureDisabled(
-                f"{self._manager.rank} leads no replica of several ranks",
+                f"{self._cache.rank} leads no replica of several ranks",
                 metadata={"feature": "rank agreement", "howToEnable": "dial the rank with pp = cp = tp = 0"},
             )
-        await leader.serve(context, self._manager.role)
+        await leader.serve(context, self._cache.role)
 
     async def _hashes(self, pages: pb.PromptPages) -> tuple[str, ...]:
-        page_tokens = self._manager.config.shape.page_tokens
-        if len(pages.tokens) <= _ON_THE_LOOP_TOKENS:
-            return wire.pages_from_pb(pages, page_tokens)
-        return await self._block(lambda: wire.pages_from_pb(pages, page_tokens))
+        page_tokens = self._cache.namespace.page_tokens
+        if len(pages.tokens) <= _ON_THE_LOOP_TOKENS and len(pages.page_hashes) <= _ON_THE_LOOP_HASHES:
+            return wire.pages_from_pb(pages, page_tokens, self._cache.hash_tokens)
+        return await self._block(lambda: wire.pages_from_pb(pages, page_tokens, self._cache.hash_tokens))
 
     async def _block(self, call: Callable[[], T]) -> T:
         """Runs it on one of the threads; what a backend raises that is none of ours is STORAGE_FAILED."""
         try:
             return await self._blocking.run(call)
         except OSError as error:
-            storage = self._manager.storage
-            name = "storage" if storage is None else storage.name
+            name = self._cache.facts().storage or "storage"
             text = f"{name}: {type(error).__name__}: {error}"
             raise StorageFailed(text, metadata={"backend": name, "status": "FAILED"}) from error
 
     def _to_pb(self, operation: Operation, *, with_pages: bool = True) -> pb.CacheOperation:
-        return wire.operation_to_pb(self._manager.controller.book.row(operation, with_pages=with_pages), time.time())
+        return wire.operation_to_pb(self._cache.book.row(operation, with_pages=with_pages), time.time())
 
     def _chunks(self, operations: list[Operation]) -> Iterator[pb.WatchOperationsResponse]:
         """Page by page only for what has ended: what runs is told many times."""
@@ -275,14 +261,14 @@ class PrefetchServicer(PrefetchServiceServicer):
                 metadata={"limit": MAX_WATCHES, "value": len(self._watches) + 1, "scope": "watches of operations"},
                 retry_after=1.0,
             )
-        return _Listening(self._manager, self._watches, only)
+        return _Listening(self._cache, self._watches, only)
 
 
 class _Listening:
     """An event of this loop that changes of operations set, from whatever thread."""
 
-    def __init__(self, manager: PrefetchManager, watches: set[asyncio.Event], only: Operation | None) -> None:
-        self._book = manager.controller.book
+    def __init__(self, cache: ServedCache, watches: set[asyncio.Event], only: Operation | None) -> None:
+        self._book = cache.book
         self._watches = watches
         self._only = only
         self._wake = asyncio.Event()
@@ -316,7 +302,9 @@ async def _wait(wake: asyncio.Event, seconds: float) -> bool:
 def _check_owner(operation: Operation) -> None:
     """Only who began an operation may end it, and people. Raises PermissionDenied."""
     known, path = caller(), "/kvgrpc.v1.PrefetchService/TerminatePrefetch"
-    if known.role is CallerRole.RANK and operation.owner != known.name:
+    if known.role is None or known.role is CallerRole.OPERATOR:
+        return
+    if operation.owner != known.name:
         raise PermissionDenied(
             f"{operation.operation_id} is of another caller: it may be ended by that one, or by an operator",
             metadata={"method": path, "role": known.role.value, "allowed": "operator, its own caller"},
@@ -333,43 +321,51 @@ def _one_line(namespace: pb.CacheNamespace) -> str:
     return f"{namespace.model} {namespace.dtype} {namespace.layout} {namespace.page_tokens}"
 
 
-_RETRY_SECONDS = 1.0
+class OperationShares:
+    """Callers together have half of the operations and of their pages, the engine's own have the rest at least.
 
+    ``operations``: how many the book holds that have not ended. Belongs to one event loop.
+    """
 
-class CallerShares:
-    """Open operations by who began them (``Caller.name``). Belongs to one event loop."""
+    def __init__(self, book: OperationBook, operations: int) -> None:
+        self._operations = Shares(max(1, operations // 2), "cache operations", connections=False)
+        self._pages = Shares(MAX_OPEN_PAGES // 2, "pages of cache operations", connections=False)
+        self._taken: dict[str, tuple[TakenShare, TakenShare]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop_listening = book.listen(self._changed)
 
-    def __init__(self, operations: int, pages: int) -> None:
-        self._operations, self._pages = operations, pages
-        self._open: dict[str, list[Operation]] = {}
+    def begin(self, pages: int, start: Callable[[], Operation]) -> Operation:
+        """What ``start`` begins, as the operation of the caller. Raises TooManyRequests, and what ``start`` raises."""
+        self._loop = asyncio.get_running_loop()
+        self._pages.check(pages)
+        taken = self._operations.take(), self._pages.take(pages)
+        try:
+            operation = start()
+        except BaseException:
+            self._give_back(taken)
+            raise
+        if operation.operation_id in self._taken:  # it was there already
+            self._give_back(taken)
+            return operation
+        operation.owner = caller().name
+        self._taken[operation.operation_id] = taken
+        if operation.ended:
+            self._end(operation.operation_id)
+        return operation
 
-    def check(self, pages: int) -> None:
-        """Raises TooManyRequests where the caller has its share already."""
-        known = self._still_open(caller().name)
-        asked = sum(len(operation.hashes) for operation in known) + pages
-        if len(known) >= self._operations:
-            raise _too_many(self._operations, len(known) + 1, "cache operations of one caller")
-        if asked > self._pages:
-            raise _too_many(self._pages, asked, "pages of cache operations of one caller")
+    def close(self) -> None:
+        self._stop_listening()
 
-    def add(self, operation: Operation) -> None:
-        """One that the caller began; a repeat of it counts once."""
-        known = self._still_open(caller().name)
-        if not operation.ended and operation not in known:
-            self._open.setdefault(caller().name, known).append(operation)
+    def _changed(self, operation: Operation) -> None:
+        """On the thread that changed it."""
+        if operation.ended and operation.operation_id in self._taken and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._end, operation.operation_id)
 
-    def _still_open(self, name: str) -> list[Operation]:
-        left = [operation for operation in self._open.get(name, ()) if not operation.ended]
-        if left:
-            self._open[name] = left
-        else:
-            self._open.pop(name, None)
-        return left
+    def _end(self, operation_id: str) -> None:
+        taken = self._taken.pop(operation_id, None)
+        if taken is not None:
+            self._give_back(taken)
 
-
-def _too_many(limit: int, value: int, scope: str) -> TooManyRequests:
-    return TooManyRequests(
-        f"{scope}: {value}, at most {limit}",
-        metadata={"limit": limit, "value": value, "scope": scope},
-        retry_after=_RETRY_SECONDS,
-    )
+    def _give_back(self, taken: tuple[TakenShare, TakenShare]) -> None:
+        self._operations.give_back(taken[0])
+        self._pages.give_back(taken[1])

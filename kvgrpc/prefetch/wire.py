@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 from google.protobuf.duration_pb2 import Duration
 
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.hashing import page_hashes, storage_seed
 from kvgrpc.model import Tier
 from kvgrpc.prefetch.model import Namespace, OperationKind, OperationRow, Stop, TierUse
 from kvgrpc.prefetch.protocol.order import MAX_PAGES, MAX_TIMEOUT, Order
@@ -21,7 +23,15 @@ MAX_KEY_TEXT = 1024
 _HASH_BYTES = 32
 
 
-def pages_from_pb(message: pb.PromptPages, page_tokens: int) -> tuple[str, ...]:
+class HashesTokens(Protocol):
+    """How a cache names pages (``ServedCache.hash_tokens``)."""
+
+    def __call__(
+        self, tokens: Sequence[int], *, extra_key: str | None, cache_salt: str | None, bigram: bool
+    ) -> Sequence[bytes]: ...
+
+
+def pages_from_pb(message: pb.PromptPages, page_tokens: int, hash_tokens: HashesTokens) -> tuple[str, ...]:
     """The page hashes of a prompt in hexadecimal, hashed here where tokens were sent."""
     for field in ("extra_key", "cache_salt"):
         if len(getattr(message, field)) > MAX_KEY_TEXT:
@@ -38,10 +48,10 @@ def pages_from_pb(message: pb.PromptPages, page_tokens: int) -> tuple[str, ...]:
             text = f"{len(message.page_hashes[wrong])} bytes"
             raise InvalidRequest.of(f"pages.page_hashes[{wrong}]", text, f"{_HASH_BYTES} bytes")
         return tuple(each.hex() for each in message.page_hashes)
-    return _hashed(message, page_tokens)
+    return _hashed(message, page_tokens, hash_tokens)
 
 
-def _hashed(message: pb.PromptPages, page_tokens: int) -> tuple[str, ...]:
+def _hashed(message: pb.PromptPages, page_tokens: int, hash_tokens: HashesTokens) -> tuple[str, ...]:
     count = len(message.tokens)
     if count > MAX_TOKENS:
         raise InvalidRequest.of("pages.tokens", f"{count} tokens", f"at most {MAX_TOKENS}")
@@ -49,12 +59,12 @@ def _hashed(message: pb.PromptPages, page_tokens: int) -> tuple[str, ...]:
     whole = words // page_tokens * page_tokens
     if whole < 1:
         raise InvalidRequest.of("pages.tokens", f"{count} tokens", f"at least one page of {page_tokens}")
-    seed = storage_seed(
-        message.extra_key if message.HasField("extra_key") else None,
-        message.cache_salt or None,  # as SGLang's requests have it; an empty extra key is one
+    hashes = hash_tokens(
+        message.tokens[: whole + 1 if message.bigram else whole],
+        extra_key=message.extra_key if message.HasField("extra_key") else None,
+        cache_salt=message.cache_salt or None,  # as engines' requests have it; an empty extra key is one
+        bigram=message.bigram,
     )
-    tokens = message.tokens[: whole + 1 if message.bigram else whole]
-    hashes = page_hashes(tokens, page_tokens, after=seed, bigram=message.bigram)
     if len(hashes) > MAX_PAGES:
         raise InvalidRequest.of("pages.tokens", f"{len(hashes)} pages", f"at most {MAX_PAGES} pages")
     return tuple(each.hex() for each in hashes)
@@ -77,6 +87,7 @@ def order_from_pb(
         tenant=tenant or message.pages.extra_key[:MAX_TEXT],
         extra_key=message.pages.extra_key,
         timeout=timeout,
+        engines=tuple(message.engines) if isinstance(message, pb.StartPrefetchRequest) else (),
     )
 
 
@@ -120,6 +131,8 @@ def operation_to_pb(row: OperationRow, now: float) -> pb.CacheOperation:
         quiescent=row.quiescent,
         page_outcomes=[pb.PageOutcome.ValueType(each) for each in row.outcomes],
         took=seconds_to_pb(row.took_seconds),
+        used_pages=row.used,
+        wasted_pages=row.wasted,
     )
     message.start_time.FromMicroseconds(round((now - row.age_seconds) * 1e6))
     if row.failure is not None:

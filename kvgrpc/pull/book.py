@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -17,6 +17,8 @@ from kvgrpc.pull.model import PullDirection, PullRow
 
 REMEMBERED = 256
 MAX_OPEN_SHOWN = 1_024
+LEAST_MEASURED_PAGES, REMEMBERED_RATES = 8, 256
+_NEWEST_SHARE = 0.3
 
 _log = logging.getLogger(__name__)
 
@@ -64,18 +66,42 @@ class PullBook:
     def __init__(self, page_bytes: int) -> None:
         self._page_bytes = page_bytes
         self._lock = threading.Lock()
-        self._open: dict[tuple[PullDirection, int], Entry] = {}
+        # Oldest first. Not by room: whoever asks for a loan names it, also a number that another one has.
+        self._open: dict[Entry, None] = {}
         self._ended: deque[Entry] = deque(maxlen=REMEMBERED)
+        self._rates: OrderedDict[str, float] = OrderedDict()
         self._lines = RateLimited(_log)
+
+    def in_flight(self) -> tuple[int, int]:
+        """Pulls that were lent and that were taken, of those that run."""
+        with self._lock:
+            lent = sum(entry.direction is PullDirection.LENT for entry in self._open)
+            return lent, len(self._open) - lent
+
+    def rates(self) -> tuple[tuple[str, float], ...]:
+        """Bytes in a second from each engine that pages came from, the newest first."""
+        with self._lock:
+            return tuple(reversed(self._rates.items()))
+
+    def note_rate(self, engine: str, pages: int, seconds: float) -> None:
+        """So many pages came from an engine in this time, questions and copies included. Few pages say little of it."""
+        if pages < LEAST_MEASURED_PAGES or seconds <= 0:
+            return
+        rate = pages * self._page_bytes / seconds
+        with self._lock:
+            before = self._rates.pop(engine, rate)
+            self._rates[engine] = before + _NEWEST_SHARE * (rate - before)
+            if len(self._rates) > REMEMBERED_RATES:
+                self._rates.popitem(last=False)
 
     def begin(self, entry: Entry) -> None:
         with self._lock:
-            self._open[entry.direction, entry.room] = entry
+            self._open[entry] = None
 
     def end(self, entry: Entry, failure: Failure | None = None) -> None:
         entry.end(failure)
         with self._lock:
-            self._open.pop((entry.direction, entry.room), None)
+            self._open.pop(entry, None)
             self._ended.appendleft(entry)
         direction = entry.direction.name.lower()
         reason = "OK" if failure is None else failure.reason.name
@@ -88,5 +114,5 @@ class PullBook:
     def rows(self, *, open_only: bool = False) -> list[PullRow]:
         """Those in flight, oldest first, 1,024 of them at most, then those that ended, newest first."""
         with self._lock:
-            entries = [*islice(self._open.values(), MAX_OPEN_SHOWN), *(() if open_only else self._ended)]
+            entries = [*islice(self._open, MAX_OPEN_SHOWN), *(() if open_only else self._ended)]
         return [entry.row(self._page_bytes) for entry in entries]

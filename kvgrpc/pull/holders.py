@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import grpc
 
 from kvgrpc.client.engine_mirror import EngineMirror
-from kvgrpc.errors import EngineNotFound, InvalidRequest, KvGrpcError, ServerDraining
+from kvgrpc.errors import EngineNotFound, InvalidRequest, KvGrpcError, PeerUnreachable, ServerDraining
 from kvgrpc.model import Layout, ModelIdentity, RankRef, check_rank
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.storage.keys import PageIdentity
 from kvgrpc.pull import wire
-from kvgrpc.pull.model import Holder, Lent, PullConfig
+from kvgrpc.pull.indexed import IndexAnswer, IndexedHolders
+from kvgrpc.pull.model import Found, Holder, Lent, PullConfig
+from kvgrpc.pull.silent import SilentHolders
 from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
 from kvgrpc.registry.model import ResolvedEngine
 from kvgrpc.registry.wire import MAX_ENGINE_RANKS, PoolCache, engine_from_pb
@@ -53,7 +56,9 @@ class Holders:
         identity: PageIdentity,
         config: PullConfig,
         open_channel: Callable[[str], grpc.aio.Channel],
+        model_name: str = "",
     ) -> None:
+        """``model_name``: by which the registry, and so an index, knows our model; empty: by none."""
         self._ref = ref
         self._model = model
         self._identity = wire.identity_to_pb(identity)
@@ -66,35 +71,67 @@ class Holders:
         self._engines: dict[str, ResolvedEngine] = {}
         self._pools = PoolCache()
         self._known: dict[str, PrefillEngine] = {}
+        self.silent = SilentHolders()
+        self._index = (
+            IndexedHolders(config.index, model_name, self._channels, config.answer_timeout) if config.index else None
+        )
         self._lines = RateLimited(_log)
 
-    def candidates(self) -> list[Holder]:
-        """Whom one prompt is asked for, in random order: whoever is first has no more to do than the others."""
-        found = [holder for engine in self._engines.values() for holder in self._of(engine)]
+    def candidates(
+        self,
+        without: Collection[str] = (),
+        only: Collection[str] | None = None,
+        indexed: IndexAnswer | None = None,
+    ) -> list[Holder]:
+        """Whom one prompt is asked for: those that an index named, most pages first, and of those that it cannot know
+        some in random order: whoever is first there has no more to do than the others."""
+        known = [holder for engine in self._engines.values() for holder in self._of(engine)]
+        if only is not None:
+            known = [each for each in known if each.engine in only or each.address in only]
+        found = [each for each in known if each.address not in without and each.address not in self.silent]
         random.shuffle(found)
+        if indexed is not None:
+            found = indexed.best_first(found)
         return found[: self._config.holders]
 
-    async def best(self, hashes: Sequence[str], timeout: float) -> tuple[Holder | None, int]:
-        """The candidate with most leading pages, and how many; none where nobody has one, or nobody answers."""
-        holders = self.candidates()
-        request = pb.CountPagesRequest(identity=self._identity, page_hashes=wire.hashes_to_pb(hashes))
+    async def best(
+        self,
+        hashes: Sequence[str],
+        timeout: float,
+        without: Collection[str] = (),
+        only: Collection[str] | None = None,
+    ) -> Found | None:
+        """The candidate with most leading pages; None where nobody has one, or nobody answers.
+        ``without``: addresses that are not asked; ``only``: names or addresses of those that are. Whoever names them
+        knows already who has the prompt: no index is asked."""
+        indexed = None if only is not None or self._index is None else await self._index.ask(hashes, timeout)
+        holders = self.candidates(without, only, indexed)
+        named = wire.hashes_to_pb(hashes)
         seconds = min(timeout, self._config.answer_timeout)
-        counts = await asyncio.gather(*(self._count(each, request, seconds) for each in holders))
-        pages, holder = max(zip(counts, holders, strict=True), key=lambda each: each[0], default=(0, None))
-        return (holder, min(pages, len(hashes))) if pages else (None, 0)
+        found = await asyncio.gather(*(self._count(each, named, seconds) for each in holders))
+        best = max(found, key=lambda each: each.pages, default=None)
+        return best if best is not None and best.pages else None
 
-    async def lend(self, holder: Holder, hashes: Sequence[str], first: int, room: int, timeout: float) -> Lent:
-        """Asks for ``hashes[first:]`` in a room. Raises KvGrpcError."""
+    async def lend(
+        self, found: Found, prompt: Sequence[str], first: int, count: int, room: int, timeout: float
+    ) -> Lent:
+        """Asks for ``count`` pages of a prompt, from ``first`` on, in a room. Raises KvGrpcError."""
+        holder = found.holder
+        seconds = max(0.001, min(timeout, self._config.answer_timeout))
         request = pb.LendPagesRequest(
             identity=self._identity,
-            page_hashes=wire.hashes_to_pb(hashes),
             first_page=first,
             room=room,
             taker=rank_ref_to_pb(self._ref),
+            counted_prompt=found.name,
+            pages=count,
         )
-        seconds = max(0.001, min(timeout, self._config.answer_timeout))
-        answer = await self._call(holder, lambda stub: stub.LendPages(request, timeout=seconds))
-        lent = wire.lent_from_pb(answer, len(hashes) - first)
+        answer = await self._call(holder, "LendPages", request, seconds)
+        if answer.prompt_unknown:
+            request.counted_prompt = b""
+            request.page_hashes.extend(wire.hashes_to_pb(prompt[: first + count]))
+            answer = await self._call(holder, "LendPages", request, seconds)
+        lent = wire.lent_from_pb(answer, count)
         self._check(holder, lent)
         self._remember(holder, lent.holder, lent.layout)
         return lent
@@ -138,14 +175,20 @@ class Holders:
                 if not isinstance(message, registry_service_pb2.WatchEnginesResponse):
                     raise unreachable(address, "it ended the stream")
                 for name in self._mirror.apply(message):
-                    engine = self._mirror.engine(name)
-                    if engine is None:
-                        self._engines.pop(name, None)
-                    else:
-                        self._engines[name] = engine_from_pb(engine, self._pools)
+                    self._take_news(name)
         finally:
             self._in_use[address] -= 1
             call.cancel()
+
+    def _take_news(self, name: str) -> None:
+        engine, before = self._mirror.engine(name), self._engines.pop(name, None)
+        if engine is None:
+            return
+        now = self._engines[name] = engine_from_pb(engine, self._pools)
+        old = {} if before is None else {row.endpoints.grpc: row.ref for row in before.rows}
+        for row in now.rows:
+            if old.get(row.endpoints.grpc) != row.ref:
+                self.silent.forget(row.endpoints.grpc)
 
     def _of(self, engine: ResolvedEngine) -> Iterator[Holder]:
         own, wanted = self._ref.rank, self._config.engines
@@ -156,25 +199,31 @@ class Holders:
         for row in engine.rows:
             rank = row.ref.rank
             if row.endpoints.grpc and row.endpoints.cache and (rank.pp, rank.cp, rank.tp) == (own.pp, own.cp, own.tp):
-                yield Holder(engine.name, row.endpoints.grpc, row.endpoints.cache)
+                yield Holder(engine.name, row.endpoints.grpc, row.endpoints.cache, rank.dp, row.serves_events)
 
-    async def _count(self, holder: Holder, request: pb.CountPagesRequest, seconds: float) -> int:
+    async def _count(self, holder: Holder, hashes: Sequence[bytes], seconds: float) -> Found:
+        name = secrets.token_bytes(wire.NAME_BYTES)
+        request = pb.CountPagesRequest(identity=self._identity, page_hashes=hashes, prompt_name=name)
         try:
-            answer = await self._call(holder, lambda stub: stub.CountPages(request, timeout=seconds))
+            answer = await self._call(holder, "CountPages", request, seconds)
         except KvGrpcError as error:
             text = f"{holder.engine} at {holder.address} does not say what it has: {one_line(str(error))}"
             self._lines.warning(f"holder {holder.address}", text)
-            return 0
-        return int(answer.host_pages)
+            return Found(holder, 0, name)
+        return Found(holder, min(int(answer.host_pages), len(hashes)), name)
 
-    async def _call(self, holder: Holder, call: Callable[[Any], Any]) -> Any:
+    async def _call(self, holder: Holder, method: str, request: Any, seconds: float) -> Any:
         if self._closed:
             raise ServerDraining(f"{self._ref} takes nothing more")
         address = holder.address
         self._in_use[address] += 1
         try:
-            with domain_errors(address):
-                return await call(PullServiceStub(self._channels.get(address)))
+            with domain_errors(address, holder.engine):
+                return await getattr(PullServiceStub(self._channels.get(address)), method)(request, timeout=seconds)
+        except PeerUnreachable:
+            if seconds >= self._config.answer_timeout:  # else it had less time than it may take
+                self.silent.failed(address)
+            raise
         finally:
             self._in_use[address] -= 1
             await self._channels.trim(+self._in_use)

@@ -12,6 +12,7 @@ from typing import Protocol
 from kvgrpc.errors import ServerDraining, TooManyRequests
 from kvgrpc.model import RankRef
 from kvgrpc.prefetch.storage.base import PageBuffers
+from kvgrpc.prefetch.storage.keys import Keys
 from kvgrpc.pull.book import Entry, PullBook
 from kvgrpc.pull.model import PullDirection
 from kvgrpc.pull.staging import Staging
@@ -35,6 +36,17 @@ class HostCache(Protocol):
 
     def buffers(self, page: int) -> PageBuffers:
         """Where the bytes of one of these pages are."""
+
+
+@dataclass(frozen=True, slots=True)
+class LentPages:
+    """What a rank lends: the cache, the names of its pages in storage, and what a page is."""
+
+    cache: HostCache
+    keys: Keys
+    page_bytes: int
+    page_tokens: int
+    dtype: str
 
 
 class Lender:
@@ -63,7 +75,8 @@ class Lender:
 
         Raises TooManyRequests while everything that this taker may have, or that there is, is lent.
         """
-        with self._cache.reading(hashes) as pages:
+        # An engine pins what is read.
+        with self._cache.reading(hashes[: first + self._share]) as pages:
             there = len(pages) - first
             if there < 1:
                 return None

@@ -4,54 +4,67 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Annotated
 
-from kvgrpc.errors import Failure, InvalidRequest
-from kvgrpc.model import Layout, RankRef
+from msgspec import Meta
+
+from kvgrpc.errors import Failure
+from kvgrpc.fields import seconds, violations
+from kvgrpc.model import Layout, RankRef, raise_if
+from kvgrpc.net import check_target
 
 MAX_STAGING_PAGES = 1 << 20
+ShortSeconds = Annotated[float, seconds(60)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullConfig:
-    """The ``pull`` of a PrefetchConfig: this rank lends pages of its host cache, and takes pages of others.
-
-    Attributes:
-        engines: names of the engines to take from; empty: every engine of the registry that lends, with our model.
-        staging_pages: pages of memory that pulls go through, half for what is lent and half for what is taken. Peers
-            write into this memory alone, never into the cache.
-        holders: engines that are asked for one prompt.
-        answer_timeout: seconds that a holder may take to answer a question.
-        stall_timeout: seconds without a further page after which a holder is given up.
-        listen: "host:port" where pages are lent; empty: the rank's own host, a free port.
-    """
+    """The ``pull`` of a PrefetchConfig: this rank lends pages of its host cache, and takes pages of others."""
 
     engines: tuple[str, ...] = ()
-    staging_pages: int = 512
-    holders: int = 4
-    answer_timeout: float = 1.0
-    stall_timeout: float = 2.0
+    """Names of the engines to take from; empty: every engine of the registry that lends, with our model."""
+    index: str = ""
+    """ "host:port" of an index that is asked first who has a prompt; empty: engines of the registry are."""
+    staging_pages: Annotated[int, Meta(ge=2, le=MAX_STAGING_PAGES)] = 512
+    """Pages of memory that pulls go through, half for what is lent and half for what is taken. Peers write into this
+    memory alone, never into the cache."""
+    holders: Annotated[int, Meta(ge=1, le=64)] = 4
+    """Engines that are asked for one prompt."""
+    answer_timeout: ShortSeconds = 1.0
+    """Seconds that a holder may take to answer a question."""
+    stall_timeout: ShortSeconds = 2.0
+    """Seconds without a further page after which a holder is given up."""
     listen: str = ""
+    """ "host:port" where pages are lent; empty: the rank's own host, a free port."""
 
     def __post_init__(self) -> None:
-        if not 2 <= self.staging_pages <= MAX_STAGING_PAGES:
-            raise InvalidRequest.of("prefetch.pull.staging_pages", self.staging_pages, f"2 to {MAX_STAGING_PAGES}")
-        if not 1 <= self.holders <= 64:
-            raise InvalidRequest.of("prefetch.pull.holders", self.holders, "1 to 64")
-        for name in ("answer_timeout", "stall_timeout"):
-            if not 0 < getattr(self, name) <= 60:
-                raise InvalidRequest.of(f"prefetch.pull.{name}", getattr(self, name), "above 0, at most 60 seconds")
+        raise_if(list(violations(self, "prefetch.pull.")))
+        if self.index:
+            check_target(self.index, "prefetch.pull.index")
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
     """A rank that lends: the one that holds, of its engine, the part of the cache that we hold of ours.
 
-    ``address``: of its services; ``sessions``: where rooms of its cache are served.
+    ``address``: of its services; ``sessions``: where rooms of its cache are served; ``dp``: which cache of the engine;
+    ``tells``: whether its events say what it has, so that an index can know.
     """
 
     engine: str
     address: str
     sessions: str
+    dp: int = 0
+    tells: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Who has most of a prompt: so many leading ``pages``. ``name``: by which this holder alone knows the prompt."""
+
+    holder: Holder
+    pages: int
+    name: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,4 +101,4 @@ class PullRow:
     failure: Failure | None
 
 
-__all__ = ["Holder", "Lent", "PullConfig", "PullDirection", "PullRow"]
+__all__ = ["Found", "Holder", "Lent", "PullConfig", "PullDirection", "PullRow"]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
 
 from kvgrpc.prefetch.storage.base import (
     MISSING,
+    OK,
     MemoryRange,
     PageBuffers,
     PageResult,
@@ -24,13 +26,26 @@ from kvgrpc.prefetch.storage.base import (
 )
 from kvgrpc.prefetch.storage.keys import Keys
 from kvgrpc.prefetch.storage.paged import Tally
-from kvgrpc.pull.model import Holder
+from kvgrpc.pull.model import Found
 from kvgrpc.pull.taker import Taker
 
-Count = Callable[[Sequence[str], float], "tuple[Holder | None, int]"]
-"""Asks who has most of a prompt: (hashes, timeout) -> the holder and its leading pages. Never raises."""
+
+class Count(Protocol):
+    """Asks who has most of a prompt; None: nobody has any of it. Never raises.
+
+    ``without``: addresses not to ask; ``only``: names or addresses of the engines to ask, None for all that there are.
+    """
+
+    def __call__(
+        self, hashes: Sequence[str], timeout: float, without: Collection[str], only: Collection[str] | None = None
+    ) -> Found | None: ...
+
 
 _REMEMBERED = 4096
+# The batches of one prompt follow each other; who asks for it later asks anew.
+_FRESH_SECONDS = 2.0
+# One that was lost and one in its place; more of them would be waited for in vain.
+_HOLDERS_OF_A_BATCH = 2
 
 
 class PeersBackend:
@@ -47,7 +62,7 @@ class PeersBackend:
         self._owns_storage = owns_storage
         self._tally = Tally()
         self._connected: tuple[Keys, Taker, Count] | None = None
-        self._found: OrderedDict[str, tuple[Holder, int]] = OrderedDict()
+        self._asked: OrderedDict[_Question, _Asked] = OrderedDict()
         self._lock = threading.Lock()
 
     def connect(self, keys: Keys, taker: Taker, count: Count) -> None:
@@ -58,9 +73,10 @@ class PeersBackend:
         """Peers are asked no more."""
         self._connected = None
 
-    def behind(self, prefix: Sequence[str]) -> PagesBehind:
-        """The same backend for pages that follow those with the hashes ``prefix`` in their prompt."""
-        return PagesBehind(self, tuple(prefix))
+    def behind(self, hashes: Sequence[str], first: int, only: Collection[str] | None = None) -> PagesBehind:
+        """The same backend for pages of the prompt ``hashes`` behind its ``first`` leading ones: holders are asked for
+        the prompt once, whatever its batches are. ``only``: names or addresses of the engines to ask; None: all."""
+        return PagesBehind(self, hashes, first, only)
 
     def register(self, memory: Sequence[MemoryRange]) -> None:
         if self._storage is not None:
@@ -71,10 +87,14 @@ class PeersBackend:
             self._storage.unregister(memory)
 
     def count_leading(self, keys: Sequence[str], timeout: float) -> int:
-        return self.count_behind((), keys, timeout)
+        return self._count(self._prompt(keys), 0, keys, timeout)
+
+    def count_stored(self, keys: Sequence[str], timeout: float) -> int:
+        """``count_leading`` of storage alone: for who cannot wait for peers."""
+        return 0 if self._storage is None else self._storage.count_leading(keys, timeout)
 
     def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
-        return self.read_behind((), keys, pages, timeout)
+        return self._read(self._prompt(keys), 0, keys, pages, timeout)
 
     def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
         return [False] * len(keys) if self._storage is None else self._storage.contains(keys, timeout)
@@ -107,13 +127,19 @@ class PeersBackend:
         self.disconnect()
         return self._storage is None or not self._owns_storage or self._storage.close(timeout)
 
-    def count_behind(self, prefix: Sequence[str], keys: Sequence[str], timeout: float) -> int:
+    def _count(
+        self,
+        prompt: Sequence[str],
+        first: int,
+        keys: Sequence[str],
+        timeout: float,
+        only: Collection[str] | None = None,
+    ) -> int:
         """Leading pages that the best holder has, and behind those the ones that storage has."""
         check_keys(keys)
         end = time.monotonic() + timeout
-        connected = self._connected
-        found = None if connected is None else self._ask(connected, prefix, _hashes(connected[0], keys), timeout)
-        near = 0 if found is None else found[1]
+        found = self._ask(prompt, first, timeout, only=only)
+        near = 0 if found is None else min(found.pages - first, len(keys))
         if self._storage is None or near == len(keys):
             return near
         try:
@@ -123,13 +149,19 @@ class PeersBackend:
                 raise
             return near
 
-    def read_behind(
-        self, prefix: Sequence[str], keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float
+    def _read(
+        self,
+        prompt: Sequence[str],
+        first: int,
+        keys: Sequence[str],
+        pages: Sequence[PageBuffers],
+        timeout: float,
+        only: Collection[str] | None = None,
     ) -> list[PageResult]:
-        """What the holder does not bring, storage is asked for."""
+        """Returns what the holder does not bring, storage is asked for."""
         check_batch(keys, pages)
         end = time.monotonic() + timeout
-        results = self._pull(prefix, keys, pages, timeout)
+        results = self._pull(prompt, first, pages, timeout, only)
         brought = next((n for n, result in enumerate(results) if not result.ok), len(results))
         self._tally.read(results[:brought])
         left = end - time.monotonic()
@@ -138,60 +170,122 @@ class PeersBackend:
         return results[:brought] + self._storage.read(keys[brought:], pages[brought:], left)
 
     def _pull(
-        self, prefix: Sequence[str], keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float
+        self,
+        prompt: Sequence[str],
+        first: int,
+        pages: Sequence[PageBuffers],
+        timeout: float,
+        only: Collection[str] | None,
     ) -> list[PageResult]:
-        connected = self._connected
-        hashes = [] if connected is None else _hashes(connected[0], keys)
-        if connected is None or not hashes:
-            return [MISSING] * len(pages)
-        with self._lock:
-            found = self._found.pop(hashes[0], None)
-        found = found or self._ask(connected, prefix, hashes, timeout)
-        if found is None:
-            return [MISSING] * len(pages)
-        holder, there = found[0], min(found[1], len(hashes))
-        taken = connected[1].take(holder, [*prefix, *hashes[:there]], len(prefix), pages[:there], timeout)
-        return taken + [MISSING] * (len(pages) - there)
+        """From one holder, and from another one what that does not bring."""
+        connected, end = self._connected, time.monotonic() + timeout
+        brought, failed_with, without = 0, MISSING, set[str]()
+        while connected is not None and brought < len(pages) and len(without) < _HOLDERS_OF_A_BATCH:
+            at = first + brought
+            found = self._ask(prompt, at, end - time.monotonic(), without, only)
+            if found is None:
+                break
+            there = min(found.pages - at, len(pages) - brought)
+            taken = connected[1].take(found, prompt, at, pages[brought : brought + there], end - time.monotonic())
+            good = sum(result.ok for result in taken)
+            brought += good
+            if good == len(taken):
+                continue
+            # It has them no more, or cannot bring them: it is believed no longer.
+            failed_with = taken[good]
+            without.add(found.holder.address)
+            with self._lock:
+                self._asked.pop(_question(prompt, only), None)
+        return [OK] * brought + [failed_with] * (len(pages) - brought)
 
     def _ask(
-        self, connected: tuple[Keys, Taker, Count], prefix: Sequence[str], hashes: Sequence[str], timeout: float
-    ) -> tuple[Holder, int] | None:
-        """The holder of most of these pages, and how many; remembered for the read that follows."""
-        if not hashes:
+        self,
+        prompt: Sequence[str],
+        first: int,
+        timeout: float,
+        without: Collection[str] = (),
+        only: Collection[str] | None = None,
+    ) -> Found | None:
+        """The holder of most of a prompt, where that is more than ``first`` pages. Remembered for the batches that
+        follow."""
+        connected = self._connected
+        if connected is None or len(prompt) <= first or timeout <= 0:
             return None
-        holder, leading = connected[2]([*prefix, *hashes], timeout)
-        there = leading - len(prefix)
-        if holder is None or there < 1:
-            return None
+        found = self._remembered(prompt, only, without)
+        if found is None:
+            found = connected[2](prompt, timeout, without, only)
+            if found is not None and found.pages > first:
+                self._remember(prompt, only, found)
+        return found if found is not None and found.pages > first else None
+
+    def _remembered(
+        self, prompt: Sequence[str], only: Collection[str] | None, without: Collection[str]
+    ) -> Found | None:
+        """Two questions may end with one page and begin with different ones: what was said to one is no answer to the
+        other."""
         with self._lock:
-            self._found[hashes[0]] = holder, there
-            if len(self._found) > _REMEMBERED:
-                self._found.popitem(last=False)
-        return holder, there
+            known = self._asked.get(_question(prompt, only))
+        if known is None or time.monotonic() - known.at >= _FRESH_SECONDS or known.prompt != tuple(prompt):
+            return None
+        return None if known.found.holder.address in without else known.found
+
+    def _remember(self, prompt: Sequence[str], only: Collection[str] | None, found: Found) -> None:
+        now, question = time.monotonic(), _question(prompt, only)
+        with self._lock:
+            self._asked.pop(question, None)
+            self._asked[question] = _Asked(tuple(prompt), found, now)
+            while len(self._asked) > _REMEMBERED or now - next(iter(self._asked.values())).at >= _FRESH_SECONDS:
+                self._asked.popitem(last=False)
+
+    def _prompt(self, keys: Sequence[str]) -> list[str]:
+        """Page hashes of the leading keys that are this rank's own."""
+        connected, hashes = self._connected, list[str]()
+        if connected is None:
+            return hashes
+        for key in keys:
+            page_hash = connected[0].hash_of(key)
+            if page_hash is None:
+                break
+            hashes.append(page_hash)
+        return hashes
 
 
 class PagesBehind:
-    """A PeersBackend as a StorageBackend for the pages behind one prefix; all but ``count_leading`` and ``read`` is its
-    backend's."""
+    """A PeersBackend as a PageSource for the pages of one prompt behind its ``first`` leading ones."""
 
-    def __init__(self, backend: PeersBackend, prefix: tuple[str, ...]) -> None:
+    def __init__(
+        self, backend: PeersBackend, prompt: Sequence[str], first: int, only: Collection[str] | None = None
+    ) -> None:
         self._backend = backend
-        self._prefix = prefix
+        self._only = only
+        self._prompt = prompt
+        self._first = first
         self.name = backend.name
 
     def count_leading(self, keys: Sequence[str], timeout: float) -> int:
-        return self._backend.count_behind(self._prefix, keys, timeout)
+        return self._backend._count(self._prompt, self._first, keys, timeout, self._only)
 
     def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
-        return self._backend.read_behind(self._prefix, keys, pages, timeout)
+        prompt, first = self._prompt, self._first
+        own = self._backend._prompt(keys)
+        if own != list(prompt[first : first + len(own)]):
+            # A second try of single pages.
+            prompt = [*prompt[:first], *own]
+        return self._backend._read(prompt, first, keys, pages, timeout, self._only)
 
 
-def _hashes(own: Keys, keys: Sequence[str]) -> list[str]:
-    """Page hashes of the leading keys that are this rank's own."""
-    hashes: list[str] = []
-    for key in keys:
-        page_hash = own.hash_of(key)
-        if page_hash is None:
-            break
-        hashes.append(page_hash)
-    return hashes
+# What is asked: pages of the prompt, its last hash, and who may answer.
+_Question: TypeAlias = "tuple[int, str, frozenset[str] | None]"
+
+
+def _question(prompt: Sequence[str], only: Collection[str] | None) -> _Question:
+    return len(prompt), prompt[-1], None if only is None else frozenset(only)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What was said to a question, and when."""
+
+    prompt: tuple[str, ...]
+    found: Found
+    at: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvgrpc.pull import wire
 from kvgrpc.pull.book import PullBook
 from kvgrpc.pull.lender import Lender
 from kvgrpc.pull.model import Lent, PullRow
+from kvgrpc.pull.prompts import CountedPrompts
 from kvgrpc.pull.staging import Staging
 from kvgrpc.rpc.blocking import BlockingCalls
 from kvgrpc.rpc.callers import caller, check_speaker
@@ -22,7 +24,7 @@ from kvgrpc.v1 import pull_service_pb2 as pb
 from kvgrpc.v1.pull_service_pb2_grpc import PullServiceServicer
 from kvgrpc.wire import rank_ref_from_pb
 
-_THREADS, _WAITING, _WAITING_OF_ONE = 2, 64, 16
+_THREADS, _WAITING = 2, 64
 
 
 class PullServicer(PullServiceServicer):
@@ -37,9 +39,8 @@ class PullServicer(PullServiceServicer):
         self._lender = lender
         self._staging = staging
         self._book = book
-        self._blocking = BlockingCalls(
-            "lend", "calls that lend", threads=_THREADS, most=_WAITING, per_caller=_WAITING_OF_ONE
-        )
+        self._blocking = BlockingCalls("lend", "calls that lend", threads=_THREADS, most=_WAITING)
+        self._counted = CountedPrompts()
         self._draining = False
 
     def drain(self) -> None:
@@ -53,8 +54,8 @@ class PullServicer(PullServiceServicer):
     async def CountPages(self, request: pb.CountPagesRequest, context: Any) -> pb.CountPagesResponse:
         self._check_open()
         wire.check_identity(request.identity, self._identity)
-        count = await self._blocking.run(lambda: self._lender.count(wire.hashes_from_pb(request.page_hashes)))
-        return pb.CountPagesResponse(host_pages=count)
+        wire.check_name("prompt_name", request.prompt_name)
+        return pb.CountPagesResponse(host_pages=await self._blocking.run(partial(self._count, request)))
 
     async def LendPages(self, request: pb.LendPagesRequest, context: Any) -> pb.LendPagesResponse:
         self._check_open()
@@ -63,6 +64,8 @@ class PullServicer(PullServiceServicer):
         taker = rank_ref_from_pb(request.taker)
         check_speaker(taker, None, "taker")
         pages = await self._blocking.run(partial(self._lend, request, taker, asyncio.get_running_loop()))
+        if pages is None:
+            return pb.LendPagesResponse(prompt_unknown=True)
         return wire.lent_to_pb(Lent(pages, self._ref, self._layout))
 
     async def ListPulls(self, request: pb.ListPullsRequest, context: Any) -> pb.ListPullsResponse:
@@ -73,14 +76,31 @@ class PullServicer(PullServiceServicer):
             lent_pages=self._staging.lending.taken,
         )
 
-    def _lend(self, request: pb.LendPagesRequest, taker: RankRef, loop: asyncio.AbstractEventLoop) -> int:
-        """On a thread. The loan is settled whether or not the caller still waits for the answer."""
+    def _count(self, request: pb.CountPagesRequest) -> int:
+        """On a thread."""
         hashes = wire.hashes_from_pb(request.page_hashes)
+        count = self._lender.count(hashes)
+        if count and request.prompt_name:
+            self._counted.note(request.prompt_name, hashes[:count])
+        return count
+
+    def _lend(self, request: pb.LendPagesRequest, taker: RankRef, loop: asyncio.AbstractEventLoop) -> int | None:
+        """On a thread; None: the prompt that was counted is not known. The loan is settled whether or not the caller
+        still waits for the answer."""
+        hashes = self._hashes(request)
+        if hashes is None:
+            return None
         loan = self._lender.lend(hashes, request.first_page, request.room, taker)
         if loan is None:
             return 0
         loop.call_soon_threadsafe(lambda: background(self._lender.settle(loan), f"loan {request.room}"))
         return len(loan.pages)
+
+    def _hashes(self, request: pb.LendPagesRequest) -> Sequence[str] | None:
+        if not request.counted_prompt:
+            return wire.hashes_from_pb(request.page_hashes)
+        prompt = self._counted.get(request.counted_prompt)
+        return None if prompt is None else prompt[: request.first_page + request.pages]
 
     def _shows(self, row: PullRow) -> bool:
         """A rank sees those that it has a part in, as of rooms: who knows a room's number may name it."""

@@ -94,8 +94,9 @@ class StagingPages:
             self._sweep()
             return self.size - len(self._free)
 
-    def take(self, most: int, timeout: float = 0.0) -> list[int]:
-        """Up to ``most`` pages, at least one unless none comes back within ``timeout`` seconds."""
+    def take(self, most: int, timeout: float = 0.0, *, leaving_half: bool = False) -> list[int]:
+        """Up to ``most`` pages, at least one unless none comes back within ``timeout`` seconds. ``leaving_half``: at
+        most half of those that are free, so that whoever comes next finds some too."""
         end = time.monotonic() + timeout
         with self._changed:
             while self._closed or (not self._free and not self._sweep()):
@@ -103,7 +104,8 @@ class StagingPages:
                 if left <= 0 or self._closed:
                     return []
                 self._changed.wait(min(left, _LOOK_SECONDS))
-            return [self._free.pop() for _ in range(min(most, len(self._free)))]
+            free = (len(self._free) + 1) // 2 if leaving_half else len(self._free)
+            return [self._free.pop() for _ in range(min(most, free))]
 
     def close(self) -> None:
         """Nobody gets a page any more, or waits for one."""
@@ -123,7 +125,7 @@ class StagingPages:
             self._sweep()
 
     def _sweep(self) -> bool:
-        """Whether pages are free now. Under the lock."""
+        """True if pages are free now. Under the lock."""
         waiting = []
         for release_safe, pages in self._retired:
             if release_safe():

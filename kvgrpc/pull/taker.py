@@ -8,16 +8,17 @@ from collections.abc import Callable, Sequence
 
 from kvgrpc.errors import Failure, KvGrpcError, ServerDraining
 from kvgrpc.model import RankRef
-from kvgrpc.prefetch.storage.base import MISSING, OK, PageBuffers, PageResult, failed, timed_out
+from kvgrpc.prefetch.storage.base import MISSING, OK, PageBuffers, PageResult, failed
 from kvgrpc.pull.book import Entry, PullBook
-from kvgrpc.pull.model import Holder, Lent, PullDirection
+from kvgrpc.pull.model import Found, Holder, Lent, PullDirection
+from kvgrpc.pull.silent import SilentHolders
 from kvgrpc.pull.staging import Staging
 from kvgrpc.transfer import KVReceiver
 from kvgrpc.transfer.protocol.types import MAX_ROOM
 from kvgrpc.transfer.runtime.boundary import DecodeRuntime
 
-Lend = Callable[[Holder, Sequence[str], int, int, float], Lent]
-"""Asks a holder for ``hashes[first:]`` in a room: (holder, hashes, first, room, timeout). Raises KvGrpcError."""
+Lend = Callable[[Found, Sequence[str], int, int, int, float], Lent]
+"""Asks a holder for pages of a prompt in a room: (found, prompt, first, count, room, timeout). Raises KvGrpcError."""
 
 _LOOK_SECONDS = 0.2
 
@@ -25,31 +26,41 @@ _LOOK_SECONDS = 0.2
 class Taker:
     """Takes pages from one holder at a time; thread-safe, its calls wait.
 
-    ``stall``: seconds without a further page after which a holder is given up. Its pages are staged, so nothing of the
-    cache waits for evidence about a holder that fell silent.
+    ``stall``: seconds without a further page after which a holder is given up. Staging pages, which a holder that fell
+    silent may still have, are waited for as long. What is taken is staged, so nothing of the cache waits for evidence.
     """
 
-    def __init__(self, manager: DecodeRuntime, staging: Staging, lend: Lend, book: PullBook, stall: float) -> None:
+    def __init__(
+        self,
+        manager: DecodeRuntime,
+        staging: Staging,
+        lend: Lend,
+        book: PullBook,
+        stall: float,
+        silent: SilentHolders,
+    ) -> None:
         self._manager = manager
         self._staging = staging
         self._lend = lend
         self._book = book
         self._stall = stall
+        self._silent = silent
 
     def take(
-        self, holder: Holder, hashes: Sequence[str], first: int, buffers: Sequence[PageBuffers], timeout: float
+        self, found: Found, prompt: Sequence[str], first: int, buffers: Sequence[PageBuffers], timeout: float
     ) -> list[PageResult]:
-        """Fills ``buffers[i]`` with the page ``hashes[first + i]``; one result each, in order, a prefix of them OK."""
-        moved = time.monotonic()
+        """Fills ``buffers[i]`` with the page ``prompt[first + i]``; one result each, in order, a prefix of them OK."""
+        began = moved = time.monotonic()
         end = moved + timeout
         results: list[PageResult] = []
         while len(results) < len(buffers):
             at = first + len(results)
-            landing = self._staging.landing.take(len(hashes) - at, max(0.0, end - time.monotonic()))
+            wait = max(0.0, min(self._stall, end - time.monotonic()))
+            landing = self._staging.landing.take(len(buffers) - len(results), wait, leaving_half=True)
             if not landing:
-                results += [timed_out("no staging page came back in time")] * (len(buffers) - len(results))
+                results += [failed(f"no staging page came back in {wait:.1f} s")] * (len(buffers) - len(results))
                 break
-            count, failure = self._pull(holder, hashes[: at + len(landing)], at, landing, buffers[len(results) :], end)
+            count, failure = self._pull(found, prompt, at, landing, buffers[len(results) :], end)
             results += [OK] * count
             moved = time.monotonic() if count else moved
             if failure is not None and failure.retry_after is not None and self._may_wait(failure, moved, end):
@@ -57,26 +68,28 @@ class Taker:
             elif count < len(landing) and (failure is not None or not count):
                 why = MISSING if failure is None else failed(failure.message)
                 results += [why] * (len(buffers) - len(results))
+        brought = sum(result.ok for result in results)
+        self._book.note_rate(found.holder.engine, brought, time.monotonic() - began)
         return results
 
     def _may_wait(self, failure: Failure, moved: float, end: float) -> bool:
-        """Whether a holder that is busy may be asked again: it has lent something of late, and there is time."""
+        """True if a holder that is busy may be asked again: it has lent something of late, and there is time."""
         again = time.monotonic() + (failure.retry_after or 0.0)
         return again < end and again - moved < self._stall
 
     def _pull(
         self,
-        holder: Holder,
-        hashes: Sequence[str],
+        found: Found,
+        prompt: Sequence[str],
         first: int,
         landing: list[int],
         buffers: Sequence[PageBuffers],
         end: float,
     ) -> tuple[int, Failure | None]:
         """One room: how many leading pages of ``landing`` came, and what went wrong."""
-        room = secrets.randbelow(MAX_ROOM) + 1
+        room, holder = secrets.randbelow(MAX_ROOM) + 1, found.holder
         try:
-            lent = self._lend(holder, hashes, first, room, end - time.monotonic())
+            lent = self._lend(found, prompt, first, len(landing), room, end - time.monotonic())
         except KvGrpcError as error:
             self._staging.landing.give_back(landing)
             return 0, Failure.of(error)
@@ -91,8 +104,12 @@ class Taker:
         entry = self._entry(holder, lent.holder, room, len(landing), len(used))
         try:
             receiver.init(used)
-            self._wait(receiver, entry, end)
+            in_time = self._wait(receiver, entry, end)
             failure = receiver.failure
+            if failure is None:
+                self._silent.forget(holder.address)
+            elif in_time:
+                self._silent.failed(holder.address)
             if failure is None:
                 pairs = zip(used, buffers, strict=False)
                 if not all(self._staging.copy_out(page, page_buffers) for page, page_buffers in pairs):
@@ -104,8 +121,9 @@ class Taker:
             self._book.end(entry, receiver.failure)
         return (0, failure) if failure is not None else (len(used), None)
 
-    def _wait(self, receiver: KVReceiver, entry: Entry, end: float) -> None:
-        """Until the room has ended: at the latest when nothing came for as long as a holder may take, or at ``end``."""
+    def _wait(self, receiver: KVReceiver, entry: Entry, end: float) -> bool:
+        """Until the room has ended: at the latest when nothing came for as long as a holder may take, or at ``end``;
+        False there, whatever the holder would still have sent."""
         moved = time.monotonic()
         while not receiver.ended:
             receiver.wait(_LOOK_SECONDS)
@@ -114,8 +132,10 @@ class Taker:
                 entry.done, moved = receiver.pages_done, now
             elif now - moved >= self._stall:
                 receiver.abort(f"{entry.peer} sent nothing for {self._stall:g} s")
-            if now >= end:
+            if now >= end and not receiver.ended:
                 receiver.abort("the time of the pull is over")
+                return False
+        return True
 
     def _entry(self, holder: Holder, ref: RankRef, room: int, asked: int, lent: int) -> Entry:
         entry = Entry(room, PullDirection.TAKEN, ref, holder.address, asked, lent)

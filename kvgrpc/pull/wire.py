@@ -12,6 +12,7 @@ from kvgrpc.v1 import pull_service_pb2 as pb
 from kvgrpc.wire import failure_to_pb, layout_from_pb, layout_to_pb, rank_ref_from_pb, rank_ref_to_pb
 
 MAX_PAGES = 65_536
+NAME_BYTES = 32
 _HASH_BYTES = 32
 _SHOWN_CHARS = 200
 # Field of the message -> field of PageIdentity; the others of that have no part in a prefix cache.
@@ -50,10 +51,19 @@ def hashes_to_pb(hashes: Iterable[str]) -> list[bytes]:
     return [bytes.fromhex(each) for each in hashes]
 
 
+def check_name(field: str, name: bytes) -> None:
+    if len(name) not in (0, NAME_BYTES):
+        raise InvalidRequest.of(field, f"{len(name)} bytes", f"{NAME_BYTES} bytes, or none")
+
+
 def check_lend(request: pb.LendPagesRequest) -> None:
     if not 0 < request.room <= MAX_ROOM:
         raise InvalidRequest.of("room", request.room, "1 to 2^63-1, chosen at random")
-    if request.first_page >= len(request.page_hashes):
+    check_name("counted_prompt", request.counted_prompt)
+    if request.counted_prompt:
+        if not 1 <= request.pages <= MAX_PAGES or request.first_page + request.pages > MAX_PAGES:
+            raise InvalidRequest.of("pages", request.pages, f"1 or more, with first_page at most {MAX_PAGES}")
+    elif request.first_page >= len(request.page_hashes):
         rule = f"below {len(request.page_hashes)}, the number of page_hashes"
         raise InvalidRequest.of("first_page", request.first_page, rule)
 

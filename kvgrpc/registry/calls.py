@@ -16,26 +16,27 @@ from kvgrpc.rpc.status import error_from
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 # The longest time to live, for which another shape's rows may be in the way. No word of a registry silences us longer.
 LONGEST_RETRY_AFTER = 600.0
+REGISTRY = "the registry"
 
 
 @contextlib.contextmanager
-def domain_errors(address: str) -> Iterator[None]:
-    """Turns what a call of grpc.aio raises into KvGrpcError; a registry that does not answer is PeerUnreachable."""
+def domain_errors(address: str, who: str = REGISTRY) -> Iterator[None]:
+    """Turns what a call of grpc.aio raises into KvGrpcError; ``who`` does not answer is PeerUnreachable."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
         known = error_from(error)
         if error.code() in _NO_ANSWER and known.reason == KvGrpcError.reason:
-            known = unreachable(address, error.details() or error.code().name)
+            known = unreachable(address, error.details() or error.code().name, who)
         raise known from None
     except asyncio.TimeoutError:
-        raise unreachable(address, "no answer in time") from None
+        raise unreachable(address, "no answer in time", who) from None
     except asyncio.InvalidStateError:  # grpc.aio: a stream that ended before it was written to
-        raise unreachable(address, "the stream ended") from None
+        raise unreachable(address, "the stream ended", who) from None
 
 
-def unreachable(address: str, why: str) -> PeerUnreachable:
-    return PeerUnreachable(f"the registry at {address} did not answer: {why}", metadata={"address": address})
+def unreachable(address: str, why: str, who: str = REGISTRY) -> PeerUnreachable:
+    return PeerUnreachable(f"{who} at {address} did not answer: {why}", metadata={"address": address})
 
 
 def pause_before(attempt: int, first: float, longest: float, error: KvGrpcError | None) -> float:

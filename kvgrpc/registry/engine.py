@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from kvgrpc.model import Layout, ModelIdentity, Pool, RankId, Role
@@ -23,6 +23,9 @@ from kvgrpc.registry.model import (
 NAMED_MISSING_RANKS = 8
 MAX_DP_LACKING_EVENTS = 64
 MAX_MISSING_RANKS = 64
+# Of more ranks than that all rows are looked at, in pieces.
+_LOOKED_UP_AT_ONCE = 4_096
+_AXES = ("dp", "pp", "cp", "tp")
 
 
 class SharedShape:
@@ -36,7 +39,7 @@ class SharedShape:
         self._holders: dict[str, int] = {}
 
     def differences(self, row: RankRow, replaced: Sequence[RankRow] = ()) -> dict[str, str]:
-        """What of the row does not fit: field -> both values; empty when it fits.
+        """Returns what of the row does not fit: field -> both values; empty when it fits.
 
         ``replaced`` are rows that go before this one comes: a pool that only they hold is no obstacle.
         """
@@ -49,7 +52,7 @@ class SharedShape:
         return differences
 
     def covers(self, row: RankRow) -> bool:
-        """Whether the row adds nothing to the shape, and contradicts nothing."""
+        """True if the row adds nothing to the shape, and contradicts nothing."""
         return all(pool.name in self._pools for pool in row.pools) and not self.differences(row)
 
     def add(self, row: RankRow) -> None:
@@ -153,15 +156,17 @@ class RegisteredEngine:
         first = bisect.bisect_right(rows, after, key=_coordinates_of_row)
         return rows[first : first + limit]
 
-    def select(self, selectors: Sequence[RankSelector]) -> tuple[RankRow, ...]:
-        """The rows that any of the selectors fits, each once, ordered by coordinates."""
-        distinct = set(selectors)
+    def matching(self, selectors: Sequence[RankSelector]) -> Iterator[RankRow | None]:
+        """The rows that any of the selectors fits now, each once, ordered by coordinates; None for one passed over."""
+        distinct, layout, rows = set(selectors), self.shape.layout, self.rows()
         if EVERY_RANK in distinct:
-            return self.rows()
-        if len(distinct) == 1:
-            return tuple(self._selected(distinct.pop()))
-        rows = {row.ref.rank: row for selector in distinct for row in self._selected(selector)}
-        return tuple(sorted(rows.values(), key=_coordinates_of_row))
+            return iter(rows)
+        if sum(selector.count(layout) for selector in distinct) <= min(self.registered, _LOOKED_UP_AT_ONCE):
+            ranks = {rank for selector in distinct for rank in selector.ranks(self.name, layout)}
+            found = [leased.row for rank in ranks if (leased := self._leased.get(rank)) is not None]
+            return iter(sorted(found, key=_coordinates_of_row))
+        fitting = _Fitting(distinct)
+        return (row if fitting.has(row.ref.rank) else None for row in rows)
 
     def missing_ranks(self, most: int = MAX_MISSING_RANKS) -> list[RankId]:
         """The first ranks of the layout that are not registered. Takes as long as the layout is large."""
@@ -178,11 +183,18 @@ class RegisteredEngine:
             self._missing = ", ".join(named) + more
         return self._missing
 
-    def _selected(self, selector: RankSelector) -> list[RankRow]:
-        if selector.count(self.shape.layout) > self.registered:
-            return [row for row in self.rows() if selector.fits(row.ref.rank)]
-        leased = (self._leased.get(rank) for rank in selector.ranks(self.name, self.shape.layout))
-        return [found.row for found in leased if found is not None]
+
+class _Fitting:
+    """Which ranks any of many selectors fits: by which coordinates they give, and what those are."""
+
+    def __init__(self, selectors: Iterable[RankSelector]) -> None:
+        self._wanted: dict[tuple[str, ...], set[tuple[int, ...]]] = {}
+        for selector in selectors:
+            given = tuple(axis for axis in _AXES if getattr(selector, axis) is not None)
+            self._wanted.setdefault(given, set()).add(tuple(getattr(selector, axis) for axis in given))
+
+    def has(self, rank: RankId) -> bool:
+        return any(tuple(getattr(rank, axis) for axis in given) in wanted for given, wanted in self._wanted.items())
 
 
 class _Streams:

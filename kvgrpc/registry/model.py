@@ -93,7 +93,8 @@ class EngineFilter:
         return self.engine in ("", name) and role is not None and self.role in (None, role)
 
     def applied_to(self, change: EngineChange) -> EngineChange | None:
-        """What a follower hears of a change; an engine that took another role is gone for who follows the old one."""
+        """Returns what a follower hears of a change; an engine that took another role is gone for who follows the old
+        one."""
         name, engine = change.engine.name, change.engine
         if self.takes(name, engine.role):
             return change
@@ -118,16 +119,8 @@ class RankSelector:
         return (RankId(engine, *coordinates) for coordinates in itertools.product(*self._axes(layout)))
 
     def count(self, layout: Layout) -> int:
-        """How many ranks of the layout it selects."""
+        """Returns how many ranks of the layout it selects."""
         return math.prod(map(len, self._axes(layout)))
-
-    def fits(self, rank: RankId) -> bool:
-        return (
-            self.dp in (None, rank.dp)
-            and self.pp in (None, rank.pp)
-            and self.cp in (None, rank.cp)
-            and self.tp in (None, rank.tp)
-        )
 
     def _axes(self, layout: Layout) -> tuple[range, ...]:
         return (
@@ -151,7 +144,7 @@ def coordinates_of(rank: RankId) -> Coordinates:
 
 
 def engine_differences(role: Role, layout: Layout, model: ModelIdentity, row: RankRow) -> dict[str, str]:
-    """What of a row does not fit the engine that it wants to join: field -> both values; empty when it fits."""
+    """Returns what of a row does not fit the engine that it wants to join: field -> both values; empty when it fits."""
     differences = {}
     if row.role != role:
         differences["role"] = _both(role.name, row.role.name)
@@ -165,7 +158,7 @@ def engine_differences(role: Role, layout: Layout, model: ModelIdentity, row: Ra
 
 
 def pool_differences(known: Pool, offered: Pool) -> dict[str, str]:
-    """What must be equal in all pools of one name of an engine, and is not: field -> both values.
+    """Returns what must be equal in all pools of one name of an engine, and is not: field -> both values.
 
     Pages, held heads, location and layers may differ from rank to rank.
     """

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -19,6 +20,7 @@ from kvgrpc.registry.store.base import Store
 from kvgrpc.registry.streams import MissingStreams
 from kvgrpc.registry.watching import Watching
 from kvgrpc.rpc.callers import check_scope, check_speaker
+from kvgrpc.rpc.turns import PIECE_SECONDS, in_pieces, next_turn
 from kvgrpc.rpc.waiters import Waiters
 from kvgrpc.rpc.waiting import longest_wait
 from kvgrpc.v1 import registry_service_pb2 as pb
@@ -29,23 +31,33 @@ MAX_PAGE_BYTES = 1 << 20
 MAX_RESOLVED_BYTES = 3 << 20
 # Waiting calls must not use up what a server admits (4,096 unary calls), or no rank could register and end the wait.
 MAX_WAITERS = 2_048
-# Decoding so many takes 5 ms; between them the loop is everybody's.
-REGIONS_IN_A_TURN = 1_024
+# A page of ListEngines with rows ends behind so many, those of engines that have too many to be listed among them.
+MAX_ROWS_LOOKED_AT = 16_384
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def add_registry_to_server(servicer: RegistryServicer, server: grpc.aio.Server) -> None:
-    """As the generated function does it, but what WatchEngines sends is encoded already, once for all who read it."""
-    encoded: grpc.RpcMethodHandler[pb.WatchEnginesRequest, bytes] = grpc.unary_stream_rpc_method_handler(
-        servicer.watch_encoded, request_deserializer=pb.WatchEnginesRequest.FromString
-    )
+    """As the generated function does it, but answers with rows are encoded already: those of WatchEngines once for all
+    who read it, the others piece by piece."""
+    encoded: dict[str, Any] = {
+        "GetEngine": _unary(servicer.get_encoded, pb.GetEngineRequest),
+        "ListEngines": _unary(servicer.list_encoded, pb.ListEnginesRequest),
+        "ResolveRanks": _unary(servicer.resolve_encoded, pb.ResolveRanksRequest),
+        "WatchEngines": grpc.unary_stream_rpc_method_handler(
+            servicer.watch_encoded, request_deserializer=pb.WatchEnginesRequest.FromString
+        ),
+    }
     service = pb.DESCRIPTOR.services_by_name["RegistryService"].full_name
     # Of two handlers of one method the first one counts.
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"WatchEngines": encoded}),))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, encoded),))
     registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(servicer, server)
     # Of registered ones the last, and they count first where the library knows them.
-    server.add_registered_method_handlers(service, {"WatchEngines": encoded})
+    server.add_registered_method_handlers(service, encoded)
+
+
+def _unary(behaviour: Any, request: Any) -> Any:
+    return grpc.unary_unary_rpc_method_handler(behaviour, request_deserializer=request.FromString)
 
 
 class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
@@ -105,14 +117,13 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
     async def Register(self, request: pb.RegisterRequest, context: _Context) -> pb.RegisterResponse:
         self._refuse_if_draining()
         rows: list[RankRow] = []
-        in_this_turn = 0
+        begun = time.thread_time()
         for row in wire.rows_to_register(request, self._pools, peer_is_local=peer_is_local(context.peer())):
             check_speaker(row.ref, row.role, f"rows[{len(rows)}].rank")
             rows.append(row)
-            in_this_turn += 1 + sum(len(pool.regions) for pool in row.pools)
-            if in_this_turn >= REGIONS_IN_A_TURN:
-                in_this_turn = 0
-                await asyncio.sleep(0)
+            if time.thread_time() - begun > PIECE_SECONDS:
+                await next_turn()
+                begun = time.thread_time()
         self._refuse_if_draining()
         leases = await self.store.register(rows)
         return pb.RegisterResponse(leases=wire.leases_to_pb(leases), ttl=self._ttl, registry_id=self.store.registry_id)
@@ -135,49 +146,59 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         return pb.DeregisterResponse(removed=await self.store.deregister(refs))
 
     async def GetEngine(self, request: pb.GetEngineRequest, context: _Context) -> pb.GetEngineResponse:
+        return pb.GetEngineResponse.FromString(await self.get_encoded(request, context))
+
+    async def get_encoded(self, request: pb.GetEngineRequest, context: _Context) -> bytes:
         question = f"GetEngine {request.engine}"
         after = read_numbers_token(question, request.page_token, 4) or BEFORE_ALL
         size = page_size(request.page_size)
         engine = self.store.table.get(request.engine, after, size + 1)
         if engine is None:
             raise self._absence(request.engine, None)
-        rows = self._rows_that_fit(engine.rows[:size])
-        response = pb.GetEngineResponse(engine=wire.engine_to_pb(engine, rows))
+        rows = await self._rows_that_fit(engine.rows[:size])
+        more = pb.GetEngineResponse()
         if len(rows) < len(engine.rows):
             last = engine.rows[len(rows) - 1].ref.rank
-            response.next_page_token = numbers_token(question, coordinates_of(last))
-        return response
+            more.next_page_token = numbers_token(question, coordinates_of(last))
+        found = wire.engine_to_bytes(engine, rows)
+        return wire.joined(pb.GetEngineResponse, "engine", [found]) + more.SerializeToString()
 
     async def ListEngines(self, request: pb.ListEnginesRequest, context: _Context) -> pb.ListEnginesResponse:
+        return pb.ListEnginesResponse.FromString(await self.list_encoded(request, context))
+
+    async def list_encoded(self, request: pb.ListEnginesRequest, context: _Context) -> bytes:
         role = wire.optional_role(request.role)
         question = f"ListEngines {request.role} {request.include_rows}"
         after = read_page_token(question, request.page_token)
         size = page_size(request.page_size)
         engines = self.store.table.list_engines(role, after, size + 1, rows=request.include_rows)
         response = pb.ListEnginesResponse(warming_up=self.store.warming_up_for > 0)
-        left = MAX_PAGE_BYTES
+        found, left, looked_at = list[bytes](), MAX_PAGE_BYTES, 0
         for engine in engines[:size]:
-            message = self._engine_with_rows(engine)
-            left -= message.ByteSize()
-            if left < 0 and response.engines:
+            message = await self._engine_with_rows(engine)
+            left -= len(message)
+            looked_at += len(engine.rows)
+            if (left < 0 or looked_at > MAX_ROWS_LOOKED_AT) and found:
                 break
-            response.engines.append(message)
-        if len(response.engines) < len(engines):
-            response.next_page_token = page_token(question, response.engines[-1].name)
-        return response
+            found.append(message)
+        if len(found) < len(engines):
+            response.next_page_token = page_token(question, engines[len(found) - 1].name)
+        return wire.joined(pb.ListEnginesResponse, "engines", found) + response.SerializeToString()
 
     async def ResolveRanks(self, request: pb.ResolveRanksRequest, context: _Context) -> pb.ResolveRanksResponse:
+        return pb.ResolveRanksResponse.FromString(await self.resolve_encoded(request, context))
+
+    async def resolve_encoded(self, request: pb.ResolveRanksRequest, context: _Context) -> bytes:
         role = wire.optional_role(request.role)
         selectors = wire.selectors_from_pb(request.selectors)
         if request.wait_ready:
             await self._until_ready(request.engine, role, context.time_remaining())
-        engine = self.store.table.select(request.engine, role, selectors)
-        if engine is None:
+        found = self.store.table.select(request.engine, role, selectors)
+        if found is None:
             raise self._absence(request.engine, role)
-        pools = None if request.without_pools else self._pools
-        rows = [wire.row_to_pb(row, pools) for row in engine.rows]
-        _check_fits(rows)
-        return pb.ResolveRanksResponse(engine=wire.engine_to_pb(engine, rows))
+        engine, matching = found
+        rows = await self._all_rows(matching, None if request.without_pools else self._pools)
+        return wire.joined(pb.ResolveRanksResponse, "engine", [wire.engine_to_bytes(engine, rows)])
 
     async def WatchEngines(
         self, request: pb.WatchEnginesRequest, context: _Context
@@ -228,27 +249,42 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         if self._draining:
             raise ServerDraining("the registry drains", retry_after=1.0)
 
-    def _rows_that_fit(self, rows: Sequence[RankRow]) -> list[pb.RankRow]:
+    async def _rows_that_fit(self, rows: Sequence[RankRow]) -> list[bytes]:
         """The first rows up to one page of bytes, at least one."""
-        encoded: list[pb.RankRow] = []
         left = MAX_PAGE_BYTES
-        for row in rows:
-            message = wire.row_to_pb(row, self._pools)
-            left -= message.ByteSize()
-            if left < 0 and encoded:
-                break
-            encoded.append(message)
-        return encoded
 
-    def _engine_with_rows(self, engine: ResolvedEngine) -> pb.Engine:
-        rows = self._rows_that_fit(engine.rows)
-        return wire.engine_to_pb(engine, rows if len(rows) == len(engine.rows) else ())
+        def encoded() -> Iterator[bytes]:
+            nonlocal left
+            for row in rows:
+                message = wire.row_to_bytes(row, self._pools)
+                left -= len(message)
+                if left < 0 and row is not rows[0]:
+                    return
+                yield message
+
+        return await in_pieces(encoded())
+
+    async def _engine_with_rows(self, engine: ResolvedEngine) -> bytes:
+        rows = await self._rows_that_fit(engine.rows)
+        return wire.engine_to_bytes(engine, rows if len(rows) == len(engine.rows) else ())
+
+    async def _all_rows(self, matching: Iterator[RankRow | None], pools: wire.PoolCache | None) -> list[bytes]:
+        size = count = 0
+
+        def encoded() -> Iterator[bytes]:
+            nonlocal size, count
+            for row in matching:
+                message = b"" if row is None else wire.row_to_bytes(row, pools)
+                size, count = size + len(message), count + (row is not None)
+                if size > MAX_RESOLVED_BYTES and count > 1:
+                    raise _too_many_rows(count, size)
+                yield message
+
+        return list(filter(None, await in_pieces(encoded())))
 
 
-def _check_fits(rows: Sequence[pb.RankRow]) -> None:
-    size = sum(row.ByteSize() for row in rows) if len(rows) > 8 else 0
-    if size > MAX_RESOLVED_BYTES:
-        raise TooManyRequests(
-            f"the selectors fit {len(rows)} rows of {size} bytes: narrow them, or page through GetEngine",
-            metadata={"limit": MAX_RESOLVED_BYTES, "value": size, "scope": "bytes of rows in one answer"},
-        )
+def _too_many_rows(count: int, size: int) -> TooManyRequests:
+    return TooManyRequests(
+        f"the selectors fit {count} rows of {size} bytes and more: narrow them, or page through GetEngine",
+        metadata={"limit": MAX_RESOLVED_BYTES, "value": size, "scope": "bytes of rows in one answer"},
+    )

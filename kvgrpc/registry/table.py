@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvgrpc.errors import EngineNotFound, InvalidRequest, Violation, WarmingUp
@@ -59,7 +59,8 @@ class EngineTable:
             del self._names[bisect.bisect_left(self._names, engine.name)]
 
     def take_changes(self) -> list[EngineChange]:
-        """What changed since it was last asked, one entry an engine; what came and went in between is not there."""
+        """Returns what changed since it was last asked, one entry an engine; what came and went in between is not
+        there."""
         touched, self._touched = self._touched, {}
         return [change for name, before in touched.items() if (change := self._change(name, before)) is not None]
 
@@ -71,10 +72,13 @@ class EngineTable:
         found = self._find(engine, role)
         return found.view() if found is not None else None
 
-    def select(self, engine: str, role: Role | None, selectors: Sequence[RankSelector] = ()) -> ResolvedEngine | None:
-        """As ``find``, with the rows that any of the selectors fits, ordered by coordinates."""
+    def select(
+        self, engine: str, role: Role | None, selectors: Sequence[RankSelector] = ()
+    ) -> tuple[ResolvedEngine, Iterator[RankRow | None]] | None:
+        """As ``find``, with the rows that any of the selectors fits, ordered by coordinates, and None for each that it
+        passed over: of an engine of thousands that takes long."""
         found = self._find(engine, role)
-        return found.view(found.select(selectors)) if found is not None else None
+        return None if found is None else (found.view(), found.matching(selectors))
 
     def get(self, engine: str, after: tuple[int, ...], limit: int) -> ResolvedEngine | None:
         """The engine with at most ``limit`` rows behind the coordinates ``after``. Raises InvalidRequest: no name."""

@@ -63,7 +63,7 @@ class Watching:
             position, said = -1, False
             while True:
                 self._refuse_if_draining()
-                messages, position = feed.behind(position)
+                messages, position = await feed.behind(position)
                 warming_up = self._store.warming_up_for > 0
                 for message in messages or ([] if warming_up == said else [b""]):
                     yield message + _WARMING_UP if warming_up else message

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from google.protobuf.message import Message
+
 from kvgrpc import wire
 from kvgrpc.errors import InvalidRequest, Violation
 from kvgrpc.model import MAX_REGIONS, Pool, RankRef, Role, check_pools, check_rank, raise_if
@@ -27,7 +29,7 @@ _Value = TypeVar("_Value")
 
 
 class PoolCache:
-    """Makes equal pools one object, in both directions; holds at most ``size`` of them, the least used goes first.
+    """Makes equal pools one object, and their bytes too; holds at most ``size`` of them, the least used goes first.
 
     The ranks of an engine have few distinct pool shapes with hundreds of regions each: without this, decoding and
     keeping them would be nearly all that a registry of 10,000 ranks does. Not thread-safe.
@@ -36,10 +38,14 @@ class PoolCache:
     def __init__(self, size: int = 1_024) -> None:
         self._size = size
         self._by_bytes: OrderedDict[bytes, Pool] = OrderedDict()
-        self._encoded: OrderedDict[int, tuple[Pool, common_pb2.PagePool]] = OrderedDict()
+        self._encoded: OrderedDict[int, tuple[Pool, bytes]] = OrderedDict()
 
     def decode(self, message: common_pb2.PagePool, path: str) -> Pool:
-        """The checked shape of a pool, without addresses."""
+        """The checked shape of a pool, without addresses, which it takes out of the message."""
+        for region in message.regions:
+            if region.address:
+                region.address = 0
+        message.DiscardUnknownFields()
         key = message.SerializeToString(deterministic=True)
         pool = self._by_bytes.get(key)
         if pool is None:
@@ -48,32 +54,57 @@ class PoolCache:
             _drop_oldest(self._by_bytes, self._size)
         else:
             self._by_bytes.move_to_end(key)
+        self._keep(pool, key)
         return pool
 
-    def encode(self, pool: Pool) -> common_pb2.PagePool:
+    def encode(self, pool: Pool) -> bytes:
+        """A PagePool without addresses."""
         known = self._encoded.get(id(pool))
         # The entry holds the pool itself, so its id cannot be another object's while it is here.
-        if known is None:
-            known = self._encoded[id(pool)] = (pool, wire.pool_to_pb(pool.without_addresses()))
-            _drop_oldest(self._encoded, self._size)
-        else:
-            self._encoded.move_to_end(id(pool))
-        return known[1]
+        raw = wire.pool_to_pb(pool.without_addresses()).SerializeToString() if known is None else known[1]
+        self._keep(pool, raw)
+        return raw
+
+    def _keep(self, pool: Pool, raw: bytes) -> None:
+        self._encoded[id(pool)] = (pool, raw)
+        self._encoded.move_to_end(id(pool))
+        _drop_oldest(self._encoded, self._size)
 
 
 def row_to_pb(row: RankRow, pools: PoolCache | None) -> pb.RankRow:
     """``pools`` None: the row without its pools."""
-    return pb.RankRow(
+    return pb.RankRow.FromString(row_to_bytes(row, pools))
+
+
+def row_to_bytes(row: RankRow, pools: PoolCache | None) -> bytes:
+    """The same, encoded. What is large of it, its pools, is copied as bytes: as messages they would be copied region
+    by region into each message around them."""
+    message = pb.RankRow(
         rank=wire.rank_ref_to_pb(row.ref),
         role=common_pb2.Role.ValueType(row.role),
         endpoints=pb.Endpoints(grpc=row.endpoints.grpc, events_pub=row.endpoints.events_pub, cache=row.endpoints.cache),
         layout=wire.layout_to_pb(row.layout),
-        pools=[] if pools is None else [pools.encode(pool) for pool in row.pools],
         data_plane=row.data_plane,
         engine_selects_dp=row.engine_selects_dp,
         model=wire.model_to_pb(row.model),
         serves_events=row.serves_events,
-    )
+    ).SerializeToString()
+    return message + joined(pb.RankRow, "pools", () if pools is None else map(pools.encode, row.pools))
+
+
+def joined(kind: type[Message], field: str, parts: Iterable[bytes]) -> bytes:
+    """Encoded messages as the field of a message around them, to be appended to the bytes of its other fields."""
+    tag = kind.DESCRIPTOR.fields_by_name[field].number << 3 | 2
+    return b"".join(piece for part in parts for piece in (_varint(tag), _varint(len(part)), part))
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
 
 
 def row_from_pb(message: pb.RankRow, pools: PoolCache, path: str = "row") -> RankRow:
@@ -136,8 +167,18 @@ def engine_to_pb(engine: ResolvedEngine, rows: Iterable[pb.RankRow] = ()) -> pb.
     )
 
 
+def engine_to_bytes(engine: ResolvedEngine, rows: Iterable[bytes] = ()) -> bytes:
+    return engine_to_pb(engine).SerializeToString() + joined(pb.Engine, "rows", rows)
+
+
 def change_to_pb(engine: ResolvedEngine, rows: Iterable[pb.RankRow], gone: Iterable[RankRef]) -> pb.EngineChange:
     return pb.EngineChange(engine=engine_to_pb(engine, rows), gone=map(wire.rank_ref_to_pb, gone))
+
+
+def change_to_bytes(engine: bytes, gone: Iterable[RankRef] = ()) -> bytes:
+    """``engine``: what ``engine_to_bytes`` gave."""
+    others = pb.EngineChange(gone=map(wire.rank_ref_to_pb, gone)).SerializeToString()
+    return joined(pb.EngineChange, "engine", [engine]) + others
 
 
 def change_from_pb(message: pb.EngineChange, pools: PoolCache) -> EngineChange:

@@ -7,12 +7,14 @@ from collections.abc import Iterable
 
 from kvgrpc.net import is_local, is_loopback, is_unix, is_wildcard, peer_is_local, split, target_of
 
+_LINK_LOCAL = ("169.254.", "fe8", "fe9", "fea", "feb")
+
 
 class Audiences:
     """The addresses by which clients dial one server: what it bound, what it advertises, what it was told.
 
-    One that binds a wildcard is called by every number of its host, with its port. A loopback address or a Unix socket
-    is one of many hosts: it counts for callers of this host alone.
+    One that binds a wildcard is called by every number of its host, with its port, but for link-local ones, which every
+    network has. A loopback address or a Unix socket is one of many hosts: it counts for callers of this host alone.
     """
 
     def __init__(self, configured: Iterable[str] = ()) -> None:
@@ -34,7 +36,7 @@ class Audiences:
             self._names.add(target_of(address))
 
     def include(self, target: str, peer: str) -> bool:
-        """Whether a token for ``target`` is meant for this server; ``peer``: ``ServicerContext.peer()``."""
+        """True if a token for ``target`` is meant for this server; ``peer``: ``ServicerContext.peer()``."""
         if is_local(target) and not peer_is_local(peer):
             return False
         if target in self._names:
@@ -44,9 +46,11 @@ class Audiences:
 
 
 def _is_of_this_host(host: str) -> bool:
-    """Whether a number is one of ours: only then can it be bound. No name is, however it resolves."""
+    """True if a number is one of ours: only then can it be bound. No name is, however it resolves."""
     if host == "localhost" or is_loopback(host):
         return True
+    if host.lower().startswith(_LINK_LOCAL):
+        return False
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         raw = socket.inet_pton(family, host)

@@ -34,7 +34,7 @@ class Caller:
     engine_role: Role | None = None
 
     def speaks_for(self, ref: RankRef, role: Role | None) -> bool:
-        """Whether that rank may be this caller. ``role``: None if unknown."""
+        """True if that rank may be this caller. ``role``: None if unknown."""
         matches = not self.engines or fnmatch.fnmatchcase(ref.rank.engine, self.engines)
         return matches and (role is None or self.engine_role in (None, role))
 

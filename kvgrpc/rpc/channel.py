@@ -10,8 +10,12 @@ import grpc
 
 from kvgrpc import forks
 from kvgrpc.net import check_target, split
+from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.options import CHANNEL_OPTIONS, OWN_CONNECTION, Pings, server_name, with_pings
 from kvgrpc.rpc.security import AUTHORIZATION, ClientSecurity
+
+# Streams last as long as their readers want; the library asks for some bound.
+_CALLS_END_SECONDS = 365 * 86_400.0
 
 
 def open_channel(
@@ -47,6 +51,12 @@ def open_channel(
         forks.dials(channel, [(host, int(port))])  # of a name the child cannot tell the addresses
     header = security.header_source(address)
     return channel if header is None else TokenChannel(channel, header)
+
+
+def retire(channel: grpc.aio.Channel) -> None:
+    """Closes a channel once the calls that are under way on it have ended: closed at once, it would cancel them, and
+    whoever awaits one cannot tell that from a cancellation of its own task."""
+    background(channel.close(_CALLS_END_SECONDS), "channel-close")
 
 
 class TokenChannel(grpc.aio.Channel):

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Coroutine
 from typing import Any, ClassVar, TypeVar
 
-from kvgrpc.observability import metrics
 from kvgrpc.observability.log_queue import log_queue
 from kvgrpc.observability.logging import drop_poller_noise
 from kvgrpc.rpc.waking import WatchedSelector
@@ -135,7 +134,7 @@ class LoopThread:
 
     @property
     def work_waits(self) -> bool:
-        """Whether the loop's thread waits for the interpreter, on which another thread is; never on its own thread."""
+        """True if the loop's thread waits for the interpreter, on which another thread is; never on its own thread."""
         return self._selector.work_waits and threading.get_ident() != self._thread.ident
 
     def close(self, timeout: float = 5.0) -> None:
@@ -210,12 +209,15 @@ class LoopThread:
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
 
     async def _measure_lag(self) -> None:
+        from kvgrpc.observability import metrics  # half of what a client would load
+
         while True:
             before = time.monotonic()
             await asyncio.sleep(LAG_INTERVAL)
             self._last_tick = time.monotonic()
             self._lag = max(0.0, self._last_tick - before - LAG_INTERVAL)
             metrics.LOOP_LAG_SECONDS.set(self._lag)
+            metrics.LOOP_LATE_SECONDS.observe(self._lag)
 
 
 def background(coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
@@ -246,4 +248,6 @@ def _on_end_elsewhere(task: asyncio.Task[Any]) -> None:
 
 
 def _count_failure(name: str) -> None:
+    from kvgrpc.observability import metrics
+
     metrics.TASK_FAILURES.labels(name.split()[0]).inc()

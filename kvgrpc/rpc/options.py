@@ -23,32 +23,8 @@ SERVER_SHORTEST_PING_MILLISECONDS = 10_000
 # Of a rank, whose sessions ping quicker: the library once a second at most, which is ten times what it bears.
 RANK_SHORTEST_PING_MILLISECONDS = 100
 
-# Parsing a request holds the event loop. Of the unary methods only these may take all that the server takes; names of
-# services that are not here have a bound of their own at the server.
+# Parsing a request holds the event loop: few methods may take more (kvgrpc.rpc.methods).
 SMALL_BYTES = 64 * 1024
-_SMALL_SERVICES = (
-    "RegistryService",
-    "TransferService",
-    "EventService",
-    "ServerService",
-    "IndexService",
-    "PrefetchService",
-    "PullService",
-)
-_LARGE_METHODS = {
-    "/kvgrpc.v1.RegistryService/Register": MAX_MESSAGE_BYTES,
-    "/kvgrpc.v1.RegistryService/Deregister": 1024 * 1024,
-    "/kvgrpc.v1.RegistryService/ResolveRanks": 1024 * 1024,
-    "/kvgrpc.v1.TransferService/LocateRooms": 256 * 1024,
-    # 2^20 tokens, or 65,536 hashes.
-    "/kvgrpc.v1.IndexService/Score": LARGEST_REQUEST_BYTES,
-    "/kvgrpc.v1.PrefetchService/Lookup": LARGEST_REQUEST_BYTES,
-    "/kvgrpc.v1.PrefetchService/StartPrefetch": LARGEST_REQUEST_BYTES,
-    "/kvgrpc.v1.PrefetchService/StartBackup": LARGEST_REQUEST_BYTES,
-    "/kvgrpc.v1.PrefetchService/PinPages": LARGEST_REQUEST_BYTES,
-    "/kvgrpc.v1.PullService/CountPages": LARGEST_REQUEST_BYTES,
-    "/kvgrpc.v1.PullService/LendPages": LARGEST_REQUEST_BYTES,
-}
 
 Options = tuple[tuple[str, int | str], ...]
 
@@ -92,14 +68,6 @@ SERVER_OPTIONS: Options = (
     # Not max_connection_age: that cuts honest streams.
     ("grpc.max_connection_idle_ms", IDLE_MILLISECONDS),
 )
-
-
-def largest_request(path: str) -> int:
-    """Bytes of one request of a method, "/package.Service/Method"."""
-    if path.startswith("/grpc."):
-        return SMALL_BYTES
-    service = path.rpartition("/")[0].removeprefix("/kvgrpc.v1.")
-    return _LARGE_METHODS.get(path, SMALL_BYTES if service in _SMALL_SERVICES else MAX_MESSAGE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class ReloadedFile(Generic[T]):
 
 
 def stamp_of(path: str) -> tuple[int, ...]:
-    """What changes when a file is replaced or written; empty where there is none."""
+    """Returns what changes when a file is replaced or written; empty where there is none."""
     try:
         status = os.stat(path)
     except OSError:

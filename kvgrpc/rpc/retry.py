@@ -15,7 +15,7 @@ _FIRST_SECONDS, _LONGEST_SECONDS = 0.05, 2.0
 
 
 def may_repeat(error: BaseException) -> bool:
-    """Whether the very same call may succeed later.
+    """True if the very same call may succeed later.
 
     UNAVAILABLE means that, with or without a time, and so does RetryInfo, whatever the code: a server of ours sends it
     for nothing else.

@@ -56,29 +56,27 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class ServerSecurity:
-    """How a server protects itself.
-
-    Attributes:
-        cert_file, key_file: its TLS certificate and key (PEM); empty: plaintext.
-        client_ca_file: who signs client certificates; set: clients must have one, and a name in it ends in their role
-            (``Caller.with_certificate``).
-        tokens: secrets of callers; none, no token_file and no client certificates: every caller has all roles.
-        token_file: more of them, a line each (``parse_tokens``); read again when it changes.
-        insecure: a listener that others can reach without TLS, or without any proof of who calls, is meant.
-        health_without_token: whether ``Health/Check`` answers callers that prove nothing, as a kubelet; with
-            client_ca_file they still need a certificate to connect at all.
-        audience: addresses by which clients dial this server, besides those that it binds and advertises: of a Service,
-            a proxy, or replicas that share a name. Tokens for anything else are refused.
-    """
+    """How a server protects itself."""
 
     cert_file: str = ""
+    """The server's TLS certificate (PEM); empty: plaintext."""
     key_file: str = ""
+    """The key of the certificate."""
     client_ca_file: str = ""
+    """Who signs client certificates; set: clients must have one, and a name in it ends in their role
+    (``Caller.with_certificate``)."""
     tokens: tuple[Token, ...] = ()
+    """Secrets of callers; none, no token_file and no client certificates: every caller has all roles."""
     token_file: str = ""
+    """File with secrets of callers, a line each (``parse_tokens``); read again when it changes."""
     insecure: bool = False
+    """A listener that others can reach without TLS, or without any proof of who calls, is meant."""
     health_without_token: bool = True
+    """Whether ``Health/Check`` answers callers that prove nothing, as a kubelet; with client_ca_file they still need a
+    certificate to connect at all."""
     audience: tuple[str, ...] = ()
+    """Addresses by which clients dial this server, besides those that it binds and advertises: of a Service, a proxy,
+    or replicas that share a name. Tokens for anything else are refused."""
 
     @property
     def tls(self) -> bool:
@@ -116,27 +114,25 @@ class ServerSecurity:
 
 @dataclass(frozen=True, slots=True)
 class ClientSecurity:
-    """How a client proves itself and whom it trusts.
-
-    Attributes:
-        ca_file: who signs the server's certificate (PEM); set: TLS.
-        cert_file, key_file: the client's own certificate (mTLS).
-        token, token_file: the secret that tokens are made with, or the file that holds it and nothing else; read again
-            when it changes. It is never sent.
-        server_name: expected in the server's certificate when the address is not.
-        audience: what tokens name in place of the address that is dialled, for one server behind a tunnel; for a client
-            that dials several, each could use at the others what it gets.
-        insecure: a token may travel in plaintext outside loopback.
-    """
+    """How a client proves itself and whom it trusts."""
 
     ca_file: str = ""
+    """Who signs the server's certificate (PEM); set: TLS."""
     cert_file: str = ""
+    """The client's own certificate (mTLS)."""
     key_file: str = ""
+    """The key of the certificate."""
     token: str = field(default="", repr=False)
+    """The secret that tokens are made with. It is never sent."""
     token_file: str = ""
+    """The file that holds the secret and nothing else; read again when it changes."""
     server_name: str = ""
+    """Expected in the server's certificate when the address is not."""
     insecure: bool = False
+    """A token may travel in plaintext outside loopback."""
     audience: str = ""
+    """What tokens name in place of the address that is dialled, for one server behind a tunnel; for a client that dials
+    several, each could use at the others what it gets."""
 
     @property
     def tls(self) -> bool:

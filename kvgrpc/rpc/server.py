@@ -16,8 +16,8 @@ import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # an extension module
 
 from kvgrpc.errors import FeatureDisabled
-from kvgrpc.rpc.interceptors.auth import ALLOWED
 from kvgrpc.rpc.loop import background
+from kvgrpc.rpc.methods import ALLOWED
 from kvgrpc.rpc.options import Options
 
 

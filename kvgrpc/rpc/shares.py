@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvgrpc.errors import TooManyRequests
 from kvgrpc.rpc.callers import caller, origin
@@ -47,7 +47,7 @@ class Shares:
         self._of_one = of_one
         self._scope = scope
         self._setting = f"; its {setting} is the bound" if setting else ""
-        self._depth = 3 if connections else 2
+        self._connections = connections
         self._of_callers: Counter[Account] = Counter()
         self._waiting: dict[tuple[Account, ...], deque[tuple[asyncio.Future[TakenShare], TakenShare]]] = {}
         self.count = 0
@@ -60,27 +60,29 @@ class Shares:
 
         Raises TooManyRequests past the limit or the caller's share of it.
         """
-        wanted = TakenShare(accounts_of_this_call()[: self._depth], places)
+        self.check(places)
+        return self.hold(accounts_of_this_call(connections=self._connections), places)
+
+    def check(self, places: int, instead_of: Sequence[TakenShare] = ()) -> None:
+        """Raises as ``take`` would, once those places went back. Takes nothing."""
+        wanted = TakenShare(accounts_of_this_call(connections=self._connections), places)
+        for gone in instead_of:
+            self._add(gone, -1)
         refusal = self._refusal(wanted)
+        for gone in instead_of:
+            self._add(gone)
         if refusal is not None:
             raise refusal
-        self._add(wanted)
-        return wanted
 
-    def take_instead(self, gone: Sequence[TakenShare], places: int) -> TakenShare:
-        """The same, where one place of each of ``gone`` goes back at the same time; a refusal changes nothing."""
-        for taken in gone:
-            self.give_back(taken, 1)
-        try:
-            return self.take(places)
-        except TooManyRequests:
-            for taken in gone:
-                self._add(replace(taken, places=1))
-            raise
+    def hold(self, accounts: tuple[Account, ...], places: int = 1) -> TakenShare:
+        """For whoever has these accounts, whatever is left: they were given elsewhere."""
+        taken = TakenShare(accounts, places)
+        self._add(taken)
+        return taken
 
     async def take_in_turn(self, places: int) -> TakenShare:
         """The same, but waits for its turn: connections that wait get one place after the other."""
-        wanted = TakenShare(accounts_of_this_call()[: self._depth], places)
+        wanted = TakenShare(accounts_of_this_call(connections=self._connections), places)
         if self._refusal(wanted) is None:
             self._add(wanted)
             return wanted
@@ -104,10 +106,10 @@ class Shares:
         if self._waiting:
             self._give_to_those_who_wait()
 
-    def _add(self, wanted: TakenShare) -> None:
-        self.count += wanted.places
+    def _add(self, wanted: TakenShare, sign: int = 1) -> None:
+        self.count += sign * wanted.places
         for account in wanted.accounts:
-            self._of_callers[account] += wanted.places
+            self._of_callers[account] += sign * wanted.places
 
     def _give_to_those_who_wait(self) -> None:
         for account in list(self._waiting):
@@ -152,7 +154,7 @@ class Shares:
         return TooManyRequests(text + self._setting, metadata=metadata, retry_after=RETRY_SECONDS)
 
 
-def accounts_of_this_call() -> tuple[Account, ...]:
+def accounts_of_this_call(*, connections: bool = True) -> tuple[Account, ...]:
     """Of whoever makes it: the caller, its host where that is not its name, and its connection; none outside of calls,
     where nobody is held to a share."""
     name, (host, connection) = caller().name, origin()
@@ -161,6 +163,6 @@ def accounts_of_this_call() -> tuple[Account, ...]:
     accounts: list[Account] = [(name,)]
     if host and host != name:
         accounts.append((name, host))
-    if connection not in ("", host):  # of Unix sockets the library tells none apart
+    if connections and connection not in ("", host):  # of Unix sockets the library tells none apart
         accounts.append((name, connection))
     return tuple(accounts)

@@ -6,12 +6,17 @@ import logging
 import os
 import ssl
 import threading
+from datetime import datetime, timezone
 from typing import Any
 
 import grpc
 
 from kvgrpc.errors import InvalidRequest, KvGrpcError
 from kvgrpc.rpc.reloading import read_small_file, stamp_of
+
+_BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+_LARGEST_CERTIFICATE = 1 << 20
+_EXPLICIT_VERSION, _UTC_TIME = 0xA0, 0x17
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +44,41 @@ def check_authority(path: str, field: str) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except (ssl.SSLError, OSError) as error:
         raise InvalidRequest.of(field, path, f"a file with certificates in PEM ({_why(error)})") from None
+
+
+def certificate_end(path: str) -> float | None:
+    """When the first certificate of a PEM file ends (Unix seconds); None where it cannot be read. It reads the file."""
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            text = file.read(_LARGEST_CERTIFICATE)
+        first = text[text.index(_BEGIN) : text.index(_END) + len(_END)]
+        return _not_after(ssl.PEM_cert_to_DER_cert(first))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _not_after(der: bytes) -> float:
+    """RFC 5280, 4.1: certificate { tbs { [0] version, serial, algorithm, issuer, { notBefore, notAfter }, ... } }."""
+    _, tbs, _ = _element(_element(der, 0)[1], 0)
+    at = 0
+    for _ in range(4 if tbs[0] == _EXPLICIT_VERSION else 3):
+        _, _, at = _element(tbs, at)
+    _, validity, _ = _element(tbs, at)
+    _, _, at = _element(validity, 0)
+    tag, text, _ = _element(validity, at)
+    when = text.decode("ascii")
+    if tag == _UTC_TIME:  # two digits of the year: 1950 to 2049
+        when = ("19" if when >= "5" else "20") + when
+    return datetime.strptime(when, "%Y%m%d%H%M%SZ").replace(tzinfo=timezone.utc).timestamp()
+
+
+def _element(der: bytes, at: int) -> tuple[int, bytes, int]:
+    """Tag, content, and where the next element begins."""
+    tag, length, begin = der[at], der[at + 1], at + 2
+    if length & 0x80:
+        octets = length & 0x7F
+        length, begin = int.from_bytes(der[begin : begin + octets], "big"), begin + octets
+    return tag, der[begin : begin + length], begin + length
 
 
 class ServerCertificates:
@@ -83,6 +123,11 @@ class ServerCertificates:
         if client_ca_file:
             check_authority(client_ca_file, "client_ca_file")
             authority = _bytes(client_ca_file)
+        end = certificate_end(cert_file)
+        if end is not None:
+            from kvgrpc.observability import metrics  # a client has no certificate that ends, and loads none
+
+            metrics.CERTIFICATE_END.labels(cert_file).set(end)
         return grpc.ssl_server_certificate_configuration([(_bytes(key_file), _bytes(cert_file))], authority)
 
 

@@ -25,12 +25,12 @@ _LONGEST_TIME = 12
 
 
 def key_id(secret: str) -> str:
-    """Which secret made a token: says nothing of it."""
+    """Returns which secret made a token: says nothing of it."""
     return _mac(secret.encode(), f"{VERSION} key id").hex()[:_KEY_ID_DIGITS]
 
 
 def audience_key(secret: str, target: str) -> bytes:
-    """What makes and proves the tokens of one target, and of no other."""
+    """Returns what makes and proves the tokens of one target, and of no other."""
     return _mac(secret.encode(), f"{VERSION} audience {target}")
 
 

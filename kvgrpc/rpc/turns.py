@@ -21,12 +21,13 @@ class Turns:
     """Who does what takes milliseconds of an event loop asks for a turn before each piece of it.
 
     Between two pieces the loop is everybody else's for as long as the first took, so that long work of all callers
-    together has half of the loop's time at most. Connections that wait get one piece after the other, however much each
-    of them asks. Belongs to one event loop.
+    together has half of the loop's time at most. Callers that wait get one piece after the other, and so do the
+    connections of each, however much they ask and however many they are. Belongs to one event loop.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[Account, ...], deque[asyncio.Future[None]]] = {}
+        # By caller, then by connection.
+        self._waiting: dict[tuple[Account, ...], dict[tuple[Account, ...], deque[asyncio.Future[None]]]] = {}
         self._busy = False
         self._began = 0.0
 
@@ -42,7 +43,8 @@ class Turns:
         """Returns when the caller of the call that runs now may do one piece, until it awaits again."""
         if self._busy:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(accounts_of_this_call()[-1:], deque()).append(turn)
+            accounts = accounts_of_this_call()
+            self._waiting.setdefault(accounts[:1], {}).setdefault(accounts[-1:], deque()).append(turn)
             await turn
         else:
             self._begin()
@@ -58,14 +60,24 @@ class Turns:
     def _next(self) -> None:
         self._busy = False
         while self._waiting and not self._busy:
-            account = next(iter(self._waiting))
-            queue = self._waiting.pop(account)
+            caller = next(iter(self._waiting))
+            connections = self._waiting.pop(caller)
+            connection = next(iter(connections))
+            queue = connections.pop(connection)
             turn = queue.popleft()
             if queue:
-                self._waiting[account] = queue  # behind the others
+                connections[connection] = queue  # behind the others
+            if connections:
+                self._waiting[caller] = connections
             if not turn.done():  # else its call is over
                 turn.set_result(None)
                 self._begin()
+
+
+async def next_turn() -> None:
+    """Ends the piece that runs, and returns in the next turn of whoever makes this call."""
+    await asyncio.sleep(0)
+    await Turns.of_this_loop().take()
 
 
 T = TypeVar("T")

@@ -54,7 +54,7 @@ class WatchedSelector(selectors.DefaultSelector):
 
     @property
     def work_waits(self) -> bool:
-        """Whether the loop's thread would run now if it had the interpreter. Any thread, without a lock, about 1 us."""
+        """True if the loop's thread would run now if it had the interpreter. Any thread, without a lock, about 1 us."""
         if not self._asleep or self._outer is None:
             return True
         try:

@@ -22,7 +22,7 @@ def check_seconds(field: str, seconds: float, longest: float = LONGEST_SECONDS) 
 
 
 async def within(seconds: float, awaitable: Awaitable[T]) -> T:
-    """What it gives; raises asyncio.TimeoutError after ``seconds``, when it has been cancelled and has ended.
+    """Returns what it gives; raises asyncio.TimeoutError after ``seconds``, when it has been cancelled and has ended.
 
     It takes the place of ``asyncio.wait_for``, which before Python 3.12 drops a cancellation that comes together with
     the result: a loop that reads until it is cancelled then reads on, and whoever waits for its end waits as long.

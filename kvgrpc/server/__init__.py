@@ -15,7 +15,7 @@ from kvgrpc.server.registry import RegistryServer, etcd_store
 from kvgrpc.server.relay import EventRelay
 from kvgrpc.server.serving import serve
 from kvgrpc.transfer import Align, KVPoll, KVReceiver, KVSender, room_from_transfer_id
-from kvgrpc.transfer.aux import AuxBuffer
+from kvgrpc.transfer.aux_rows import AuxBuffer
 from kvgrpc.transfer.runtime.boundary import DecodeRuntime, PrefillRuntime
 from kvgrpc.transfer.runtime.decode_manager import DecodeManager
 from kvgrpc.transfer.runtime.prefill_manager import PrefillManager

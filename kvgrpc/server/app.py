@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 import grpc
 
 import kvgrpc
-from kvgrpc.dataplane.base import DataPlane
+from kvgrpc.dataplane.base import DataPlane, DialledByPeers
 from kvgrpc.errors import CredentialsInvalid, EngineNotFound, InvalidRequest, StaleEpoch
 from kvgrpc.events import EventPublisher, NullEventPublisher
 from kvgrpc.events.base import SHUTDOWN_SECONDS
@@ -22,6 +22,7 @@ from kvgrpc.events.servicer import EventServicer
 from kvgrpc.model import RankId, RankRef, Role, new_epoch
 from kvgrpc.net import AddressPolicy, advertised, parse_bootstrap_addr, replicas
 from kvgrpc.prefetch.manager import PrefetchManager
+from kvgrpc.prefetch.served import ServedCache
 from kvgrpc.prefetch.servicer import PrefetchServicer
 from kvgrpc.pull.peers import PeersBackend
 from kvgrpc.registry.client.following import Following
@@ -34,13 +35,15 @@ from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread, background
 from kvgrpc.rpc.within import check_seconds, within
-from kvgrpc.server.cache_peer import CachePeer
+from kvgrpc.server.cache_peer import CachePeer, lent_of
 from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime, aside, close_at_exit, forget
 from kvgrpc.server.config import RankConfig
+from kvgrpc.server.description import ServerInfo, limits_to_pb, rank_limits, settings_in_force
 from kvgrpc.server.listener import Check, Listener
+from kvgrpc.server.load import RankLoad
 from kvgrpc.server.opening import cache_of, dialled_endpoint, peers_of, plane_of, publisher_of, watch_limit
-from kvgrpc.server.servicer import ServerInfo, ServerServicer, limits_to_pb, rank_limits
+from kvgrpc.server.servicer import ServerServicer
 from kvgrpc.server.status import RankStatus
 from kvgrpc.transfer.layout.topology import layers_of_pools, stages_of
 from kvgrpc.transfer.protocol.types import Target
@@ -94,10 +97,11 @@ Transfer = TypeVar("Transfer", bound=Runtime)
 
 
 class Rank(Generic[Transfer]):
-    """One opened rank, also a context manager that closes it.
+    """One opened rank, a context manager that closes it: ``with open_prefill(...)``; ``async with`` closes it beside
+    the caller's loop. One that nobody closed is closed at the end of the process, with a ResourceWarning.
 
     ``transfer`` (what senders or receivers are made of), ``events``, ``prefetch`` (None where the configuration has
-    none) and the properties are for engine threads; ``close`` blocks.
+    none), ``load`` (what the engine has to do, for plans) and the properties are for engine threads; ``close`` blocks.
     """
 
     transfer: Transfer
@@ -108,6 +112,7 @@ class Rank(Generic[Transfer]):
         self.plane = plane
         self.address = ""
         self.events: EventPublisher = NullEventPublisher(ref.rank.dp)
+        self.load = RankLoad()
         self._loop = loop
         self._registry = RegistryServicer(MemoryStore(ttl=config.lease_ttl)) if config.registry == "embedded" else None
         self._resolver = Resolver(self._channel_to_a_registry)
@@ -117,6 +122,7 @@ class Rank(Generic[Transfer]):
         self._listener: Listener | None = None
         self._event_servicer: EventServicer | None = None
         self.prefetch: PrefetchManager | None = None
+        self._served: ServedCache | None = None
         self._prefetch_servicer: PrefetchServicer | None = None
         self._peers: PeersBackend | None = None
         self._cache_peer: CachePeer | None = None
@@ -136,9 +142,11 @@ class Rank(Generic[Transfer]):
             model=config.model,
             refusal_proves_death=config.refusal_proves_death,
             verify=config.verify,
+            check_pages=config.check_pages,
             gather_bytes=config.gather_bytes,
             tracing=config.tracing,
             poll_gives_way=config.poll_gives_way,
+            tls=config.client_security.tls,
         )
         manager: Runtime
         if config.role is Role.PREFILL:
@@ -155,6 +163,12 @@ class Rank(Generic[Transfer]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    async def __aenter__(self) -> Rank[Transfer]:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.to_thread(self.close)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed is not None else "healthy" if self.healthy else "not healthy"
@@ -200,12 +214,14 @@ class Rank(Generic[Transfer]):
         self.events = await asyncio.to_thread(publisher_of, config, self.ref)
         self._peers = await asyncio.to_thread(peers_of, config)
         self.prefetch = await asyncio.to_thread(cache_of, config, self.ref, self.events, self._peers)
+        self._served = self.prefetch if config.cache is None else config.cache(self.ref)
         self.transfer.start()
         if self.prefetch is not None and self._peers is not None and config.pull is not None:
             self._cache_peer = await asyncio.to_thread(
-                CachePeer, config, config.pull, self.ref, self.prefetch, self._peers
+                CachePeer, config, config.pull, self.ref, lent_of(self.prefetch), self._peers
             )
             await self._cache_peer.open()
+            self.load.add_pulls(self._cache_peer.add_load)
         if self._registry is not None:
             await self._registry.start()
         self._listener = Listener(self._health_checks(), Admission(config.call_limits))
@@ -321,13 +337,13 @@ class Rank(Generic[Transfer]):
         return self._closed
 
     async def _close(self, time: ClosingTime) -> Closed:
-        drained, open_rooms = False, 0
+        drained, open_rooms, lent = False, 0, False
         self._closing = True
         try:
             drained, open_rooms = await self._drain(time.seconds * 0.5, time.seconds * 0.8)
         finally:
             await aside(self.events.shutdown, min(SHUTDOWN_SECONDS, time.left(0.85)))
-            await self._close_cache(time.left(0.85))
+            lent = await self._close_cache(time.left(0.85))
             prefill = prefill_of(self.transfer)
             if prefill is None:
                 await self.transfer.stop()
@@ -340,22 +356,29 @@ class Rank(Generic[Transfer]):
             if self._listener is not None:
                 await self._listener.refuse()
             await self._let_go(written, time)
+        written = written and lent
         return Closed(drained and written, open_rooms, self.transfer.held_pages, listening=not written)
 
     async def _close_again(self, before: Closed, time: ClosingTime) -> Closed:
+        lent = await self._end_lending(time.left(0.5))
         written = await self._end_writes(time)
         await self._let_go(written, time)
-        return replace(before, listening=not written)
+        return replace(before, listening=not (written and lent))
 
-    async def _close_cache(self, seconds: float) -> None:
+    async def _end_lending(self, seconds: float) -> bool:
+        return self._cache_peer is None or await self._cache_peer.close(ClosingTime(seconds))
+
+    async def _close_cache(self, seconds: float) -> bool:
+        """False where a page that is lent or taken may still be written; the cache itself says in the log what is left
+        of it."""
         if self._prefetch_servicer is not None:
             self._prefetch_servicer.close()
-        if self._cache_peer is not None:
-            await self._cache_peer.close(ClosingTime(seconds * 0.5))
+        lent = await self._end_lending(seconds * 0.5)
         if self.prefetch is not None and not await aside(self.prefetch.close, seconds):
             logger.error("%s: a page of the cache may still move, so its memory stays; end the process", self.ref)
         elif self._peers is not None:
             await aside(self._peers.close, seconds)
+        return lent
 
     async def _end_writes(self, time: ClosingTime) -> bool:
         """False where a write may be left. Who opened the data plane closes it: memory that it gave is theirs."""
@@ -402,11 +425,13 @@ class Rank(Generic[Transfer]):
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
         add_TransferServiceServicer_to_server(TransferServicer(self.transfer), server)
         stream = self.events.stream
-        self._event_servicer = EventServicer([] if stream is None else [stream], max_watches=watch_limit(self.config))
+        self._event_servicer = EventServicer(
+            [] if stream is None else [stream], max_watches=watch_limit(self.config), load=self.load.now
+        )
         add_EventServiceServicer_to_server(self._event_servicer, server)
         names = ["kvgrpc.v1.TransferService", "kvgrpc.v1.EventService", "kvgrpc.v1.ServerService"]
-        if self.prefetch is not None:
-            self._prefetch_servicer = PrefetchServicer(self.prefetch)
+        if self._served is not None:
+            self._prefetch_servicer = PrefetchServicer(self._served)
             add_PrefetchServiceServicer_to_server(self._prefetch_servicer, server)
             names.append("kvgrpc.v1.PrefetchService")
         if self._cache_peer is not None:
@@ -425,6 +450,10 @@ class Rank(Generic[Transfer]):
                 rank=rank_limits(self.config.max_frame_bytes, self._bounds, self.plane),
                 registry=None if self._registry is None else self._registry.limits,
             ),
+            security=self.config.server_security,
+            settings=settings_in_force(self.config),
+            data_plane_endpoints=self.plane.endpoints if isinstance(self.plane, DialledByPeers) else (),
+            registration=lambda: self._registration,
         )
 
         def draining() -> bool:
@@ -457,15 +486,15 @@ class Rank(Generic[Transfer]):
         return healthy if epoch is None else f"incarnation {epoch} took its place"
 
     def _health_checks(self) -> Mapping[str, Check]:
-        """What each service stands on: its threads and tasks, not only the port."""
+        """Returns what each service stands on: its threads and tasks, not only the port."""
         checks: dict[str, Check] = {
             "kvgrpc.v1.TransferService": lambda: self._unless_superseded(self.transfer.healthy),
             "kvgrpc.v1.EventService": lambda: self._unless_superseded(self.events.healthy),
             "kvgrpc.v1.ServerService": lambda: self._loop.trouble or True,
         }
-        if self.prefetch is not None:
-            prefetch = self.prefetch
-            checks["kvgrpc.v1.PrefetchService"] = lambda: prefetch.healthy
+        if self._served is not None:
+            served = self._served
+            checks["kvgrpc.v1.PrefetchService"] = lambda: served.healthy
         if self._cache_peer is not None:
             peer = self._cache_peer
             checks["kvgrpc.v1.PullService"] = lambda: peer.healthy
@@ -475,7 +504,7 @@ class Rank(Generic[Transfer]):
         return checks
 
     def _live(self) -> Mapping[str, bool]:
-        """What a restart would mend. Neither a drain nor a newer incarnation is."""
+        """Returns what a restart would mend. Neither a drain nor a newer incarnation is."""
         return {
             "loop": self._loop.healthy,
             "transfer": self._closing or self.transfer.healthy,
@@ -573,6 +602,8 @@ def open_rank(config: RankConfig) -> Rank[Any]:
 
 def _open(config: RankConfig, role: Role | None) -> Rank[Any]:
     check(config)
+    if config.role is Role.UNIFIED:
+        raise InvalidRequest.of("role", config.role.name, "Role.PREFILL or Role.DECODE; a cache opens with open_cache")
     if role is not None and config.role is not role:
         raise InvalidRequest.of("role", config.role.name, f"Role.{role.name}, or open the rank with open_rank")
     loop = LoopThread.shared()

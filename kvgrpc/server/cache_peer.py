@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import grpc
@@ -15,14 +15,14 @@ import kvgrpc
 from kvgrpc.dataplane import open_plane
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import PeerUnreachable
-from kvgrpc.model import ModelIdentity, RankId, RankRef
+from kvgrpc.model import EngineLoad, ModelIdentity, RankId, RankRef
 from kvgrpc.net import advertised, joined, split
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.storage.base import PageBuffers
 from kvgrpc.pull.book import PullBook
 from kvgrpc.pull.holders import Holders
-from kvgrpc.pull.lender import Lender
-from kvgrpc.pull.model import Holder, Lent, PullConfig
+from kvgrpc.pull.lender import Lender, LentPages
+from kvgrpc.pull.model import Found, Lent, PullConfig
 from kvgrpc.pull.peers import PeersBackend
 from kvgrpc.pull.servicer import PullServicer
 from kvgrpc.pull.staging import Staging
@@ -32,8 +32,9 @@ from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread, background
 from kvgrpc.server.closing import ClosingTime, aside
 from kvgrpc.server.config import RankConfig
+from kvgrpc.server.description import ServerInfo, limits_to_pb
 from kvgrpc.server.listener import Listener
-from kvgrpc.server.servicer import ServerInfo, ServerServicer, limits_to_pb
+from kvgrpc.server.servicer import ServerServicer
 from kvgrpc.transfer.runtime.decode_manager import DecodeManager
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
 from kvgrpc.transfer.runtime.manager import TransferConfig
@@ -60,33 +61,54 @@ class CachePeer:
     """
 
     def __init__(
-        self, config: RankConfig, pull: PullConfig, ref: RankRef, cache: PrefetchManager, backend: PeersBackend
+        self, config: RankConfig, pull: PullConfig, ref: RankRef, lends: LentPages, backend: PeersBackend
     ) -> None:
         """Opens the data plane and takes the staging memory. Raises FeatureDisabled, MemoryError."""
         self._config, self._pull, self._ref = config, pull, ref
         self._backend = backend
         self._loop = LoopThread.shared()
         self.plane: DataPlane = _plane_like(config)
-        shape = cache.config.shape
-        staging = Staging(self.plane, pull.staging_pages, shape.page_bytes, shape.page_tokens, shape.dtype)
-        self.book = PullBook(shape.page_bytes)
+        self._following: asyncio.Task[None] | None = None
+        self._ended = False
+        self.address = ""
+        try:
+            self._put_together(lends)
+        except BaseException:
+            self.plane.close(1.0)
+            raise
+
+    def _put_together(self, lends: LentPages) -> None:
+        config, pull, ref = self._config, self._pull, self._ref
+        staging = Staging(self.plane, pull.staging_pages, lends.page_bytes, lends.page_tokens, lends.dtype)
+        self.book = PullBook(lends.page_bytes)
+        self._page_tokens, self._page_bytes = lends.page_tokens, lends.page_bytes
         self._staging = staging
-        self._keys, identity = cache.keys, cache.keys.identity
+        self._keys, identity = lends.keys, lends.keys.identity
         model = replace(config.model, name=config.model.name or identity.model)
-        self._holders = Holders(ref, model, identity, pull, self._open_channel)
+        self._holders = Holders(ref, model, identity, pull, self._open_channel, config.model.name)
         transfer = _transfer_config(config, ref, staging, model)
         self._sending = PrefillManager(transfer, self.plane, self._loop)
         self._receiving = DecodeManager(transfer, self.plane, self._loop, self._resolve, self._session_channel)
-        self._lender = Lender(_HostCache(cache), staging, self._sending, self.book)
-        self._taker = Taker(self._receiving, staging, self._lend, self.book, pull.stall_timeout)
+        self._lender = Lender(lends.cache, staging, self._sending, self.book)
+        self._taker = Taker(self._receiving, staging, self._lend, self.book, pull.stall_timeout, self._holders.silent)
         self.servicer = PullServicer(ref, config.layout, identity, self._lender, staging, self.book)
         self._listener = Listener({_SERVICES[0]: lambda: self._sending.healthy}, Admission(config.call_limits))
-        self._following: asyncio.Task[None] | None = None
-        self.address = ""
 
     @property
     def healthy(self) -> bool:
         return self._sending.healthy and self._receiving.healthy
+
+    def add_load(self, said: EngineLoad) -> EngineLoad:
+        """Returns what an engine said of itself, with what its cache lends and takes."""
+        lent, taken = self.book.in_flight()
+        return replace(
+            said,
+            page_tokens=self._page_tokens,
+            page_bytes=self._page_bytes,
+            lent_pulls=lent,
+            taken_pulls=taken,
+            pull_rates=self.book.rates(),
+        )
 
     async def open(self) -> None:
         """Binds and serves. Raises AddressNotAllowed."""
@@ -119,41 +141,57 @@ class CachePeer:
         return all(nothing_left for nothing_left, _ in drained), sum(rooms for _, rooms in drained)
 
     async def close(self, time: ClosingTime) -> bool:
-        """Ends every room and frees the staging memory; False where a write may be left: the port stays bound then."""
+        """Ends every room and frees the staging memory; False where a write may be left: the port stays bound then, and
+        a later close looks again."""
+        first, self._ended = not self._ended, True
+        if first:
+            await self._end_taking(time)
+        written = await self._end_writes(time)
+        if first:
+            if written:
+                self._sending.on_plane_closed()
+            await self._sending.stop()
+            await self._listener.refuse()
+            self.servicer.close()
+            await self._holders.close()
+        if written:
+            await self._listener.stop(min(0.5, time.left()), time.left() + _MARGIN_SECONDS)
+        else:
+            _log.error("%s: a lent page may still be written, so %s stays bound", self._ref, self.address)
+        return written
+
+    async def _end_taking(self, time: ClosingTime) -> None:
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
         await self.drain(time.left(0.3))
         await self._receiving.stop()
+
+    async def _end_writes(self, time: ClosingTime) -> bool:
         ended = await aside(self._sending.close_worker, time.left(0.5))
         # Threads of the cache and of calls copy from and to memory that the plane's close frees.
         copied = await aside(self._staging.close, time.left(0.6))
-        written = copied and await aside(GuardedPlane(self.plane).close, time.left(0.7)) and ended
-        if written:
-            self._sending.on_plane_closed()
-        await self._sending.stop()
-        await self._listener.refuse()
-        if written:
-            await self._listener.stop(min(0.5, time.left()), time.left() + _MARGIN_SECONDS)
-        else:
-            _log.error("%s: a lent page may still be written, so %s stays bound", self._ref, self.address)
-        self.servicer.close()
-        await self._holders.close()
-        return written
+        return copied and await aside(GuardedPlane(self.plane).close, time.left(0.7)) and ended
 
     # On threads of the cache's controller.
 
-    def _count(self, hashes: Sequence[str], timeout: float) -> tuple[Holder | None, int]:
+    def _count(
+        self,
+        hashes: Sequence[str],
+        timeout: float,
+        without: Collection[str] = (),
+        only: Collection[str] | None = None,
+    ) -> Found | None:
         try:
-            return self._loop.run(self._holders.best(hashes, timeout), timeout + _MARGIN_SECONDS)
+            return self._loop.run(self._holders.best(hashes, timeout, without, only), timeout + _MARGIN_SECONDS)
         except (*_LATE, RuntimeError) as error:
             _log.warning("%s: no holder was asked: %s", self._ref, error)
-            return None, 0
+            return None
 
-    def _lend(self, holder: Holder, hashes: Sequence[str], first: int, room: int, timeout: float) -> Lent:
-        seconds = max(0.0, timeout) + _MARGIN_SECONDS
+    def _lend(self, found: Found, prompt: Sequence[str], first: int, count: int, room: int, timeout: float) -> Lent:
+        seconds, holder = max(0.0, timeout) + _MARGIN_SECONDS, found.holder
         try:
-            return self._loop.run(self._holders.lend(holder, hashes, first, room, timeout), seconds)
+            return self._loop.run(self._holders.lend(found, prompt, first, count, room, timeout), seconds)
         except (*_LATE, RuntimeError) as error:
             text = f"{holder.engine} at {holder.address} was not asked: {error or type(error).__name__}"
             raise PeerUnreachable(text, metadata={"address": holder.address}) from None
@@ -174,6 +212,12 @@ class CachePeer:
         info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, rank=self._ref, limits=limits)
         add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
         return _SERVICES
+
+
+def lent_of(cache: PrefetchManager) -> LentPages:
+    """The pages that a cache of kvgrpc's has on its host."""
+    shape = cache.config.shape
+    return LentPages(_HostCache(cache), cache.keys, shape.page_bytes, shape.page_tokens, shape.dtype)
 
 
 class _HostCache:
@@ -215,6 +259,8 @@ def _transfer_config(config: RankConfig, ref: RankRef, staging: Staging, model: 
         model=model,
         refusal_proves_death=config.refusal_proves_death,
         verify=config.verify,
+        check_pages=config.check_pages,
+        tls=config.client_security.tls,
         opener_role=None,
     )
 

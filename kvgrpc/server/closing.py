@@ -8,6 +8,7 @@ import concurrent.futures
 import logging
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -64,6 +65,10 @@ def _close_all() -> None:
     if not ranks:
         return
     logger.info("%d ranks are open at the end of the process, and are closed", len(ranks))
+    for rank in ranks:
+        warnings.warn(
+            f"{rank!r} was not closed before the end of the process", ResourceWarning, source=rank, stacklevel=2
+        )
     try:
         closing = [rank._close_at_exit(EXIT_SECONDS) for rank in ranks]
     except RuntimeError as error:

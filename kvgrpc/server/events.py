@@ -14,8 +14,9 @@ from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.server.check import check_call_limits
+from kvgrpc.server.description import ServerInfo, limits_to_pb
 from kvgrpc.server.listener import Check, Listener
-from kvgrpc.server.servicer import ServerInfo, ServerServicer, limits_to_pb
+from kvgrpc.server.servicer import ServerServicer
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
 from kvgrpc.v1.server_service_pb2 import ServerLimits
 from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
@@ -76,6 +77,6 @@ class EventServer:
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
         add_EventServiceServicer_to_server(self._servicer, server)
         limits = ServerLimits(calls=limits_to_pb(self._call_limits))
-        info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=limits)
+        info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=limits, security=self._security)
         add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
         return _SERVICES

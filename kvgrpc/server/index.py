@@ -10,11 +10,12 @@ import kvgrpc
 from kvgrpc.client.prefix_index import PrefixIndex
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.following.index_servicer import IndexServicer
-from kvgrpc.events.following.questions import MAX_BLOCKS, MAX_PROMPTS, MAX_TOKENS
+from kvgrpc.events.following.questions import MAX_BLOCKS, MAX_PLAN_PROMPTS, MAX_PROMPTS, MAX_TOKENS
 from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
+from kvgrpc.server.description import ServerInfo, limits_to_pb
 from kvgrpc.server.listener import Listener
-from kvgrpc.server.servicer import ServerInfo, ServerServicer, limits_to_pb
+from kvgrpc.server.servicer import ServerServicer
 from kvgrpc.server.serving import ServerAlone
 from kvgrpc.v1.index_service_pb2_grpc import add_IndexServiceServicer_to_server
 from kvgrpc.v1.server_service_pb2 import IndexLimits, ServerLimits
@@ -50,7 +51,7 @@ class IndexServer(ServerAlone):
         super().__init__(listen, security, metrics_listen, call_limits)
         self.index = PrefixIndex(registry=registry, sources=sources, live=live, security=client_security, saved=saved)
         self._servicer = IndexServicer(self.index)
-        self._listener = Listener({_SERVICES[0]: lambda: self.index.healthy}, Admission(self._call_limits))
+        self._listener = Listener({_SERVICES[0]: self.index.health}, Admission(self._call_limits))
 
     async def drain(self, grace: float) -> tuple[bool, int]:
         """An index holds nothing that a drain would have to wait for."""
@@ -60,6 +61,13 @@ class IndexServer(ServerAlone):
 
     def _live(self) -> dict[str, bool]:
         return {"loop": self._loop.healthy, "index": self._closing or self.index.healthy}
+
+    def _ready(self) -> dict[str, bool]:
+        current, followed = self.index.standing()
+        return {
+            f"{current} of {followed} caches are current": self._listener.serving()[_SERVICES[0]],
+            **super()._ready(),
+        }
 
     async def _open(self) -> None:
         await self.index.start()
@@ -74,8 +82,13 @@ class IndexServer(ServerAlone):
 
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
         add_IndexServiceServicer_to_server(self._servicer, server)
-        index = IndexLimits(max_score_blocks=MAX_BLOCKS, max_score_tokens=MAX_TOKENS, max_score_prompts=MAX_PROMPTS)
+        index = IndexLimits(
+            max_score_blocks=MAX_BLOCKS,
+            max_score_tokens=MAX_TOKENS,
+            max_score_prompts=MAX_PROMPTS,
+            max_plan_prompts=MAX_PLAN_PROMPTS,
+        )
         limits = ServerLimits(calls=limits_to_pb(self._call_limits), index=index)
-        info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=limits)
+        info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=limits, security=self._security)
         add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
         return _SERVICES

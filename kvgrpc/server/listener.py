@@ -50,6 +50,8 @@ class Listener:
         self._refused = RateLimited(_log)
         self._health = health.HealthServicer()
         self._services: tuple[str, ...] = ()
+        # Those that have been SERVING once: what is not ready yet has not failed.
+        self._served: set[str] = set()
         # Since when, by service.
         self._failing: dict[str, float] = {}
         self._looked_at, self._late = time.monotonic(), False
@@ -168,6 +170,8 @@ class Listener:
         except Exception as raised:
             answer, error = f"{type(raised).__name__}: {one_line(str(raised))}", raised
         holds = answer is True
+        if holds:
+            self._served.add(service)
         since = self._failing.get(service)
         if holds and since is not None:
             del self._failing[service]
@@ -176,5 +180,8 @@ class Listener:
             if excused and error is None:
                 return True
             self._failing[service] = self._looked_at
-            _log.error("the health check of %s fails: %s", service, answer or why, exc_info=error)
+            if answer and service not in self._served and error is None:
+                _log.info("%s is not ready yet: %s", service, answer)
+            else:
+                _log.error("the health check of %s fails: %s", service, answer or why, exc_info=error)
         return holds

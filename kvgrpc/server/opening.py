@@ -105,12 +105,12 @@ def cache_of(
 
 
 def watch_limit(config: RankConfig) -> int:
-    """How many readers of events a rank serves at once."""
+    """Returns how many readers of events a rank serves at once."""
     return EventsConfig.parse(config.events).max_watches
 
 
 def dialled_endpoint(endpoint: str, address: str) -> str:
-    """What subscribers dial: where PUB is bound to every address, the host that peers dial."""
+    """Returns what subscribers dial: where PUB is bound to every address, the host that peers dial."""
     scheme, _, rest = endpoint.partition("://")
     host, port = split(rest)
     return f"tcp://{joined(split(address)[0], port)}" if scheme == "tcp" and is_wildcard(host) else endpoint

@@ -16,8 +16,9 @@ from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.server.check import check_lease_ttl
+from kvgrpc.server.description import ServerInfo, limits_to_pb
 from kvgrpc.server.listener import Listener
-from kvgrpc.server.servicer import ServerInfo, ServerServicer, limits_to_pb
+from kvgrpc.server.servicer import ServerServicer
 from kvgrpc.server.serving import ServerAlone
 from kvgrpc.v1.server_service_pb2 import ServerLimits
 from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
@@ -75,7 +76,7 @@ class RegistryServer(ServerAlone):
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
         add_registry_to_server(self._servicer, server)
         limits = ServerLimits(calls=limits_to_pb(self._call_limits), registry=self._servicer.limits)
-        info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=limits)
+        info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=limits, security=self._security)
         add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
         return _SERVICES
 

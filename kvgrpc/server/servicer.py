@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
 from typing import Protocol
 
-from kvgrpc.dataplane.base import Bounded, DataPlane
-from kvgrpc.model import RankRef, Role
-from kvgrpc.rpc.interceptors import CallLimits
+from kvgrpc.observability.logging import one_line
+from kvgrpc.registry.client.registration import Registration
+from kvgrpc.rpc.callers import caller
 from kvgrpc.rpc.loop import background
-from kvgrpc.transfer.protocol.types import Bounds
+from kvgrpc.rpc.security import CallerRole
+from kvgrpc.rpc.tls import certificate_end
+from kvgrpc.server.description import ServerInfo, port_security, versions
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import server_service_pb2 as pb
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceServicer
@@ -21,6 +22,7 @@ from kvgrpc.wire import rank_ref_to_pb, seconds_from_pb
 
 _DEFAULT_GRACE_SECONDS = 30.0
 _LONGEST_GRACE_SECONDS = 3600.0
+_CERTIFICATE_SECONDS = 1.0
 
 
 class Drainable(Protocol):
@@ -28,33 +30,6 @@ class Drainable(Protocol):
 
     async def drain(self, grace: float) -> tuple[bool, int]:
         """Ends within about ``grace`` seconds. Returns whether nothing is left, and how many rooms are still open."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """What GetServerInfo says."""
-
-    version: str
-    services: Sequence[str]
-    rank: RankRef | None = None
-    role: Role | None = None
-    limits: pb.ServerLimits = field(default_factory=pb.ServerLimits)
-
-
-def rank_limits(max_frame_bytes: int, bounds: Bounds, plane: DataPlane) -> pb.RankLimits:
-    """The bounds of a rank, and of what is on its way to one peer."""
-    message = pb.RankLimits(max_frame_bytes=max_frame_bytes)
-    for each in fields(Bounds):
-        setattr(message, f"max_{each.name}", min(getattr(bounds, each.name), 2**32 - 1))
-    if isinstance(plane, Bounded):
-        writes, nbytes = plane.limits_of_a_peer
-        message.max_peer_writes_in_flight, message.max_peer_bytes_in_flight = writes, min(nbytes, 2**32 - 1)
-    return message
-
-
-def limits_to_pb(limits: CallLimits) -> pb.CallLimits:
-    """The bounds of a server's calls."""
-    return pb.CallLimits(**{each.name: min(getattr(limits, each.name), 2**32 - 1) for each in fields(CallLimits)})
 
 
 class ServerServicer(ServerServiceServicer):
@@ -66,6 +41,8 @@ class ServerServicer(ServerServiceServicer):
         self._draining_elsewhere = draining
         self._started = time.time()
         self._draining: asyncio.Task[tuple[bool, int]] | None = None
+        self._certificate: asyncio.Task[float | None] | None = None
+        self._read_again_at = 0.0
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: object) -> pb.GetServerInfoResponse:
         info = self._info
@@ -75,7 +52,15 @@ class ServerServicer(ServerServiceServicer):
             limits=info.limits,
             draining=self._draining is not None or self._draining_elsewhere(),
             pid=os.getpid(),
+            security=port_security(info.security, await self._certificate_end()),
+            settings=info.settings if caller().role in (None, CallerRole.OPERATOR) else (),
+            versions=versions(),
+            data_plane_endpoints=info.data_plane_endpoints,
         )
+        response.time.GetCurrentTime()
+        registration = info.registration()
+        if registration is not None:
+            response.registration.CopyFrom(_registration_to_pb(registration))
         response.start_time.FromMicroseconds(int(self._started * 1e6))
         if info.rank is not None:
             response.rank.CopyFrom(rank_ref_to_pb(info.rank))
@@ -92,3 +77,24 @@ class ServerServicer(ServerServiceServicer):
         # Shielded: a caller that goes away does not undo what it began.
         drained, open_rooms = await asyncio.shield(self._draining)
         return pb.DrainResponse(drained=drained, open_rooms=open_rooms)
+
+    async def _certificate_end(self) -> float | None:
+        """Off the loop: the file may lie on a disk that is away. Once a second for all who ask."""
+        path, now = self._info.security.cert_file, time.monotonic()
+        if not path:
+            return None
+        if self._certificate is None or (self._certificate.done() and now >= self._read_again_at):
+            self._certificate = background(asyncio.to_thread(certificate_end, path), "kvgrpc-certificate-end")
+            self._read_again_at = now + _CERTIFICATE_SECONDS
+        return await asyncio.shield(self._certificate)
+
+
+def _registration_to_pb(registration: Registration) -> pb.RegistrationInfo:
+    state = registration.state
+    message = pb.RegistrationInfo(
+        address=registration.address, state=pb.RegistrationState.Value(f"REGISTRATION_STATE_{state.upper()}")
+    )
+    if state == "retrying":
+        message.away_since.FromNanoseconds(time.time_ns() - round(registration.away_seconds * 1e9))
+        message.last_error = one_line(registration.last_error)
+    return message

@@ -6,22 +6,30 @@ import asyncio
 import contextlib
 import math
 import operator
+import sys
 import threading
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, WrongRank
 from kvgrpc.rpc.within import check_seconds, within
 from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.types import MAX_ROOM, POLL_FAILED, POLL_SUCCESS, KVPoll, RoomKey
 from kvgrpc.transfer.runtime.boundary import Runtime
-from kvgrpc.transfer.runtime.stages import TimedHandle, waiters_lock
+from kvgrpc.transfer.runtime.timed_handle import TimedHandle, waiters_lock
+
+Made = TypeVar("Made", bound="TransferHandle")
 
 
 class TransferHandle(ABC):
     """For one engine thread at a time; ``poll``, ``failure``, ``release_safe`` and ``abort`` for any.
+
+    A context manager that closes it. One that is dropped before its end fails its room, with a ResourceWarning: nobody
+    could learn any more when its pages are free.
 
     No call waits for a peer or for the loop, and only ``failure_exception`` raises; ``poll`` may sleep for 50 us.
     ``wait`` blocks, and refuses a time that is no number.
@@ -116,6 +124,26 @@ class TransferHandle(ABC):
             self._closed = True
             self.abort(f"the {self._engine} engine closed its handle")
 
+    def __enter__(self: Made) -> Made:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # Wherever the garbage collector runs, under any lock: so it appends for the loop, and takes no lock itself.
+        if getattr(self, "_closed", True) or self.ended or sys.is_finalizing():
+            return
+        what = f"{type(self).__name__} of room {self.room}"
+        warnings.warn(f"{what} was dropped before its end, and not closed", ResourceWarning, source=self, stacklevel=2)
+        self._dropped()
+
+    def _dropped(self) -> None:
+        message = f"the {self._engine} engine dropped its handle"
+        self._fail(failures.cancelled(RoomKey(self.room, self.attempt), message, self._transfer.ref))
+
     def _reached(self, until: KVPoll) -> bool:
         poll = self.poll()
         return poll is POLL_FAILED or poll >= until
@@ -157,14 +185,14 @@ class TransferHandle(ABC):
         """Tells the manager."""
 
     def _queue_full(self) -> bool:
-        """Whether too many calls wait for the loop thread; the room has failed then."""
+        """True if too many calls wait for the loop thread; the room has failed then."""
         if not self._transfer.queue_full:
             return False
         self._fail(self._transfer.overflow(RoomKey(self.room, self.attempt)))
         return True
 
     def _refused(self, key: RoomKey) -> bool:
-        """Whether there can be no such room here now; the handle has failed then."""
+        """True if there can be no such room here now; the handle has failed then."""
         refusal = _no_key(key) or self._wrong_role() or self._transfer.refusal(key)
         if refusal is None:
             return False

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy.typing as npt
 
-from kvgrpc.errors import Failure
+from kvgrpc.errors import Failure, InvalidRequest
 from kvgrpc.transfer.handle import TransferHandle, as_int, as_number, room_key
 from kvgrpc.transfer.layout.pools import copy_of
 from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT
@@ -15,7 +15,7 @@ from kvgrpc.transfer.runtime.boundary import DecodeRuntime, EngineHandle, RoomRe
 
 
 class KVReceiver(TransferHandle):
-    """Receives one room's pages from the prefill that the router chose (seed 002's receiver).
+    """Receives one room's pages from the prefill that the router chose.
 
     For one engine thread at a time; ``poll``, ``failure`` and ``abort`` for any. Only ``failure_exception`` raises.
     Construction resolves and dials in the background: ``poll`` says WaitingForInput when pages may be allocated, which
@@ -56,7 +56,7 @@ class KVReceiver(TransferHandle):
     def init(
         self, pages: npt.ArrayLike | Mapping[str, npt.ArrayLike], aux_index: int | None = None, first_page: int = 0
     ) -> None:
-        """Says into which pages the prompt's KV cache shall be written.
+        """Says into which pages the prompt's KV cache shall be written. Once.
 
         The pages and the aux row belong to the room from now on, until Success, or after a failure until
         ``release_safe``.
@@ -69,9 +69,11 @@ class KVReceiver(TransferHandle):
             aux_index: row of the aux buffers.
             first_page: logical page of the prompt that pages[0] stands for: how many pages this rank already holds.
         """
-        if self._initialised or self.ended or self._queue_full():
+        again, self._initialised = self._initialised, True
+        if self.ended or self._queue_full():
             return
-        self._initialised = True
+        if again:
+            return self._reject(InvalidRequest.of("init", "a second call", "one call of init", room=self.room))
         self._receiver.moving_at = time.monotonic()
         try:
             copied = copy_of(pages, self._manager.pool_names)
@@ -99,6 +101,10 @@ class KVReceiver(TransferHandle):
     def close(self) -> None:
         """See ``TransferHandle.close``. The room's pages stay held until ``release_safe``."""
         super().close()
+        self._receiver.closed = True
+
+    def _dropped(self) -> None:
+        super()._dropped()
         self._receiver.closed = True
 
     def _fail(self, failure: Failure) -> None:

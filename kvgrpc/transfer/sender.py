@@ -15,7 +15,7 @@ from kvgrpc.transfer.runtime.boundary import EngineHandle, PrefillRuntime, SentP
 
 
 class KVSender(TransferHandle):
-    """Sends one room's pages to whichever decode named the room (seed 002's sender).
+    """Sends one room's pages to whichever decode named the room.
 
     For one engine thread at a time; ``poll``, ``failure`` and ``abort`` for any. Only ``failure_exception`` raises.
 
@@ -50,16 +50,18 @@ class KVSender(TransferHandle):
                 self._reject(InvalidRequest.of("decode", decode, "the name of an engine, or empty", room=self.room))
 
     def init(self, num_pages: int | None, aux_index: int | None = None, align: Align = Align.HEAD) -> None:
-        """Says how many pages will be sent in all, and which aux row is sent with the last of them.
+        """Says how many pages will be sent, and which aux row is sent with the last of them. Once, before ``send``.
 
         ``num_pages`` None: the ``send`` with ``is_last`` ends the room. Where decode asks for fewer pages than are
         sent, it gets the last ones with ``Align.TAIL``. With ``Align.HEAD`` it gets the first ones, or, where it holds
         a prefix already, those behind the prefix. Where pools have pages of their own, ``Align.TAIL`` is for each of
         them, and nothing is written before the last ``send``; else the other pools get as many pages as decode wants.
         """
-        self._initialised = True
+        again, self._initialised = self._initialised, True
         if self.ended:
             return
+        if again:
+            return self._reject(InvalidRequest.of("init", "a second call", "one call of init", room=self.room))
         try:
             total = None if num_pages is None else whole_number(num_pages, "num_pages", 2**32)
             row = None if aux_index is None else as_number(aux_index, "aux_index")
@@ -94,6 +96,9 @@ class KVSender(TransferHandle):
         """
         if self.ended or self._queue_full():
             return
+        if not self._initialised:
+            rule = "init first, which says how many pages there are; None where nobody knows"
+            return self._reject(InvalidRequest.of("send", "before init", rule, room=self.room))
         try:
             copied = copy_of(pages, self._manager.pool_names)
             count = count_of(copied)

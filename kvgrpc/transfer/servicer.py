@@ -12,6 +12,7 @@ import grpc
 from kvgrpc.errors import Failure, InvalidRequest, RoomNotFound, WrongRank
 from kvgrpc.model import Role
 from kvgrpc.net import caller_address
+from kvgrpc.observability.pair_figures import HandOffSums
 from kvgrpc.paging import numbers_token, page_size, page_token, read_numbers_token, read_page_token
 from kvgrpc.rpc.callers import caller
 from kvgrpc.rpc.security import CallerRole
@@ -22,7 +23,7 @@ from kvgrpc.transfer.layout import engines
 from kvgrpc.transfer.protocol.failures import cancelled
 from kvgrpc.transfer.protocol.types import MAX_ROOM, RoomKey, RoomState, SessionState
 from kvgrpc.transfer.runtime.boundary import Runtime, prefill_of
-from kvgrpc.transfer.tables import RoomRow, SessionRow
+from kvgrpc.transfer.tables import RoomEnd, RoomRow, SessionRow
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceServicer
@@ -67,8 +68,8 @@ class TransferServicer(TransferServiceServicer):
 
     async def ListRooms(self, request: pb.ListRoomsRequest, context: object) -> pb.ListRoomsResponse:
         states = _states(request.states)
-        if request.newest_failed:
-            return await self._newest_failed(request)
+        if request.newest_failed or request.slowest:
+            return await self._one_page(request)
         question = f"ListRooms {sorted(map(int, states))} {request.held_only}"
         after = read_numbers_token(question, request.page_token, 2)
         size = page_size(request.page_size)
@@ -87,12 +88,17 @@ class TransferServicer(TransferServiceServicer):
             token = numbers_token(question, (last.room, last.attempt))
         return pb.ListRoomsResponse(rooms=rooms, next_page_token=token, total=total)
 
-    async def _newest_failed(self, request: pb.ListRoomsRequest) -> pb.ListRoomsResponse:
-        for name in ("states", "held_only", "page_token"):
+    async def _one_page(self, request: pb.ListRoomsRequest) -> pb.ListRoomsResponse:
+        order = "newest_failed" if request.newest_failed else "slowest"
+        for name in ("states", "held_only", "page_token", *(["slowest"] if request.newest_failed else [])):
             if getattr(request, name):
-                raise _invalid(name, getattr(request, name), "empty with newest_failed")
+                raise _invalid(name, getattr(request, name), f"empty with {order}")
         wanted = None if self._shows_all() else self._shows
-        rows, total = await self._manager.newest_failed(page_size(request.page_size), wanted)
+        size = page_size(request.page_size)
+        if request.newest_failed:
+            rows, total = await self._manager.newest_failed(size, wanted)
+        else:
+            rows, total = self._manager.slowest(size, wanted)
         return pb.ListRoomsResponse(rooms=_that_fit(map(_room_to_pb, rows)), total=total)
 
     async def GetRoom(self, request: pb.GetRoomRequest, context: object) -> pb.GetRoomResponse:
@@ -209,6 +215,8 @@ def _session_to_pb(row: SessionRow) -> pb.Session:
         rooms=row.rooms,
         pending_rooms=row.pending_rooms,
     )
+    message.since_start.CopyFrom(_figures_to_pb(row.figures.since_start))
+    message.last_minute.CopyFrom(_figures_to_pb(row.figures.last_minute()))
     message.idle_time.FromMilliseconds(round(row.idle_seconds * 1000))
     if row.state is SessionState.SILENT:
         message.silent_since.FromNanoseconds(time.time_ns() - round(row.idle_seconds * 1e9))
@@ -234,8 +242,33 @@ def _room_to_pb(row: RoomRow) -> pb.Room:
         held=row.held,
         local_handle=row.local_handle,
         traceparent=row.traceparent,
+        held_pages=row.pages if row.held else 0,
     )
     message.age.FromMilliseconds(round(row.age_seconds * 1000))
     if row.failure is not None:
         message.failure.CopyFrom(failure_to_pb(row.failure))
+    if row.end is not None:
+        message.end.CopyFrom(_end_to_pb(row.end))
+    return message
+
+
+def _end_to_pb(end: RoomEnd) -> pb.HandOffEnd:
+    message = pb.HandOffEnd(bytes=end.nbytes)
+    message.time.FromNanoseconds(round(end.ended_at * 1e9))
+    for field, seconds in zip(("bootstrap_time", "wait_time", "transfer_time"), end.stages, strict=True):
+        getattr(message, field).FromNanoseconds(round(seconds * 1e9))
+    message.gigabytes_per_second = end.nbytes / end.stages[-1] / 1e9 if end.stages[-1] else 0.0
+    return message
+
+
+def _figures_to_pb(sums: HandOffSums) -> pb.HandOffFigures:
+    message = pb.HandOffFigures(
+        succeeded=sums.succeeded,
+        failed=sums.failed,
+        bytes=sums.nbytes,
+        gigabytes_per_second=sums.bytes_per_second / 1e9,
+    )
+    if sums.succeeded:
+        message.p50.FromNanoseconds(round(sums.quantile(0.5) * 1e9))
+        message.p99.FromNanoseconds(round(sums.quantile(0.99) * 1e9))
     return message

@@ -58,6 +58,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """Computes prompts and writes their KV cache."""
     ROLE_DECODE: _Role.ValueType  # 2
     """Receives KV caches and generates tokens."""
+    ROLE_UNIFIED: _Role.ValueType  # 3
+    """Computes prompts and generates: an engine without a partner, or its cache beside it. Hands nothing over."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """What a rank does."""
@@ -68,6 +70,8 @@ ROLE_PREFILL: Role.ValueType  # 1
 """Computes prompts and writes their KV cache."""
 ROLE_DECODE: Role.ValueType  # 2
 """Receives KV caches and generates tokens."""
+ROLE_UNIFIED: Role.ValueType  # 3
+"""Computes prompts and generates: an engine without a partner, or its cache beside it. Hands nothing over."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _PoolKind:
@@ -473,3 +477,79 @@ class Failure(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Failure: _TypeAlias = Failure  # noqa: Y015
+
+@_typing.final
+class EngineLoad(_message.Message):
+    """What an engine has to do, and how quickly it does it, as the rank that publishes its events says each second. 0 where
+    nobody told it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    PAGE_TOKENS_FIELD_NUMBER: _builtins.int
+    PAGE_BYTES_FIELD_NUMBER: _builtins.int
+    LENT_PULLS_FIELD_NUMBER: _builtins.int
+    TAKEN_PULLS_FIELD_NUMBER: _builtins.int
+    PULL_RATES_FIELD_NUMBER: _builtins.int
+    prefill_tokens_per_second: _builtins.float
+    """Tokens of prompts that its prefill computes in a second, as the engine says."""
+    waiting_tokens: _builtins.int
+    """Tokens of prompts that wait to be computed, as the engine says."""
+    page_tokens: _builtins.int
+    """Tokens in a page of its host cache; 0: it neither lends nor takes pages."""
+    page_bytes: _builtins.int
+    """Bytes of such a page at this rank."""
+    lent_pulls: _builtins.int
+    """Pulls from this rank that are in flight."""
+    taken_pulls: _builtins.int
+    """Pulls to this rank that are in flight."""
+    @_builtins.property
+    def pull_rates(self) -> _containers.RepeatedCompositeFieldContainer[Global___PullRate]:
+        """What pulls to this rank came to, from its question to its cache; newest first, at most 64."""
+
+    def __init__(
+        self,
+        *,
+        prefill_tokens_per_second: _builtins.float = ...,
+        waiting_tokens: _builtins.int = ...,
+        page_tokens: _builtins.int = ...,
+        page_bytes: _builtins.int = ...,
+        lent_pulls: _builtins.int = ...,
+        taken_pulls: _builtins.int = ...,
+        pull_rates: _abc.Iterable[Global___PullRate] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lent_pulls", b"lent_pulls", "page_bytes", b"page_bytes", "page_tokens", b"page_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "pull_rates", b"pull_rates", "taken_pulls", b"taken_pulls", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineLoad: _TypeAlias = EngineLoad  # noqa: Y015
+
+@_typing.final
+class PullRate(_message.Message):
+    """How quickly pages come from one engine to another one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    engine: _builtins.str
+    """Name of the engine that lends."""
+    bytes_per_second: _builtins.float
+    """Bytes in a second."""
+    def __init__(
+        self,
+        *,
+        engine: _builtins.str = ...,
+        bytes_per_second: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "engine", b"engine"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullRate: _TypeAlias = PullRate  # noqa: Y015

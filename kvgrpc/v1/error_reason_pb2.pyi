@@ -108,6 +108,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A good token of more than 60 s ago, or of later than now. Metadata: ageSeconds, limitSeconds. Make a new one; where
     that does not help, set the clocks.
     """
+    ERROR_REASON_PAGES_IN_USE: _ErrorReason.ValueType  # 33
+    """The engine gave a page to a room while another of its rooms has it, at a rank that checks that. Metadata: room,
+    attempt, pool, page, position, owner (to the peer "another room"). Give pages again once they are released.
+    """
     ERROR_REASON_IDENTITY_MISMATCH: _ErrorReason.ValueType  # 35
     """The caller's token or certificate is for other ranks than the one that it speaks for. Metadata: rank, caller, scope.
     Use the rank's own, or widen its scope at the server.
@@ -221,6 +225,10 @@ its own, or add the target to its setting "audience".
 ERROR_REASON_CREDENTIALS_EXPIRED: ErrorReason.ValueType  # 32
 """A good token of more than 60 s ago, or of later than now. Metadata: ageSeconds, limitSeconds. Make a new one; where
 that does not help, set the clocks.
+"""
+ERROR_REASON_PAGES_IN_USE: ErrorReason.ValueType  # 33
+"""The engine gave a page to a room while another of its rooms has it, at a rank that checks that. Metadata: room,
+attempt, pool, page, position, owner (to the peer "another room"). Give pages again once they are released.
 """
 ERROR_REASON_IDENTITY_MISMATCH: ErrorReason.ValueType  # 35
 """The caller's token or certificate is for other ranks than the one that it speaks for. Metadata: rank, caller, scope.

@@ -844,21 +844,27 @@ class WatchHeartbeat(_message.Message):
 
     NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     next_sequence: _builtins.int
     """Sequence that the next batch will get: whoever has all before it is current."""
     @_builtins.property
     def state(self) -> Global___StateDigest:
         """The state, where one is kept; under load that of a multiple of 64 before next_sequence."""
 
+    @_builtins.property
+    def load(self) -> _common_pb2.EngineLoad:
+        """What the engine has to do, where its rank knows anything of it."""
+
     def __init__(
         self,
         *,
         next_sequence: _builtins.int = ...,
         state: Global___StateDigest | None = ...,
+        load: _common_pb2.EngineLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_sequence", b"next_sequence", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "next_sequence", b"next_sequence", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -704,3 +704,279 @@ class IndexSource(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___IndexSource: _TypeAlias = IndexSource  # noqa: Y015
+
+@_typing.final
+class PlanRequest(_message.Message):
+    """Request of Plan."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    RESERVE_FIELD_NUMBER: _builtins.int
+    MAX_PLACEMENTS_FIELD_NUMBER: _builtins.int
+    MAX_STALENESS_FIELD_NUMBER: _builtins.int
+    reserve: _builtins.bool
+    """True where the caller does as the first placement says: until the engine has told what it has to do then, it counts in
+    other calls too. Without it all routers would send to the same engine for a second.
+    """
+    max_placements: _builtins.int
+    """Of each request at most so many placements, the best; 0: one."""
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanPrompt]:
+        """1 to 256 requests, in the order in which they will be sent: what a plan gives an engine to do counts for the next one.
+        Their prompts are bounded as those of a Score.
+        """
+
+    @_builtins.property
+    def max_staleness(self) -> _duration_pb2.Duration:
+        """Only caches whose contents were known to be exact at most so long ago; absent: all."""
+
+    def __init__(
+        self,
+        *,
+        prompts: _abc.Iterable[Global___PlanPrompt] | None = ...,
+        reserve: _builtins.bool = ...,
+        max_placements: _builtins.int = ...,
+        max_staleness: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["max_staleness", b"max_staleness"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_placements", b"max_placements", "max_staleness", b"max_staleness", "prompts", b"prompts", "reserve", b"reserve"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanRequest: _TypeAlias = PlanRequest  # noqa: Y015
+
+@_typing.final
+class PlanPrompt(_message.Message):
+    """One request that is to be placed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    """Tokens of all of it; 0: those of its blocks."""
+    @_builtins.property
+    def prompt(self) -> Global___ScorePrompt:
+        """How it begins."""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Engines that could run it, at most 1,024; empty: all that are followed, of this model."""
+
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Engines that may lend; empty: all."""
+
+    def __init__(
+        self,
+        *,
+        prompt: Global___ScorePrompt | None = ...,
+        tokens: _builtins.int = ...,
+        engines: _abc.Iterable[_builtins.str] | None = ...,
+        sources: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "prompt", b"prompt", "sources", b"sources", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanPrompt: _TypeAlias = PlanPrompt  # noqa: Y015
+
+@_typing.final
+class PlanResponse(_message.Message):
+    """Response of Plan."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLANS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptPlan]:
+        """In the order of the prompts."""
+
+    def __init__(
+        self,
+        *,
+        plans: _abc.Iterable[Global___PromptPlan] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["plans", b"plans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanResponse: _TypeAlias = PlanResponse  # noqa: Y015
+
+@_typing.final
+class PromptPlan(_message.Message):
+    """Where one request may run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENTS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """Blocks that were asked for."""
+    @_builtins.property
+    def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]:
+        """Best first; empty where no cache of these engines is followed."""
+
+    def __init__(
+        self,
+        *,
+        placements: _abc.Iterable[Global___Placement] | None = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "placements", b"placements"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptPlan: _TypeAlias = PromptPlan  # noqa: Y015
+
+@_typing.final
+class Placement(_message.Message):
+    """One cache where a request may run, and what that is estimated to take."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    DP_FIELD_NUMBER: _builtins.int
+    DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    PAGE_TOKENS_FIELD_NUMBER: _builtins.int
+    PULL_FIELD_NUMBER: _builtins.int
+    COMPUTE_TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUE_TIME_FIELD_NUMBER: _builtins.int
+    COMPUTE_TIME_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_TIME_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_TIME_WITHOUT_PULL_FIELD_NUMBER: _builtins.int
+    SPEED_ASSUMED_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    engine: _builtins.str
+    """Name of the engine."""
+    dp: _builtins.int
+    """Which independent KV cache of it."""
+    device_blocks: _builtins.int
+    """Leading blocks that lie on its device."""
+    host_blocks: _builtins.int
+    """Leading blocks that lie there or on its host."""
+    blocks: _builtins.int
+    """Leading blocks that it has anywhere, and need not compute."""
+    page_tokens: _builtins.int
+    """Tokens in one of its blocks; 0: not known."""
+    compute_tokens: _builtins.int
+    """Tokens that are left to compute."""
+    speed_assumed: _builtins.bool
+    """True where times rest on what other engines say of their speed, because this one said nothing."""
+    @_builtins.property
+    def pull(self) -> Global___PlannedPull:
+        """What to pull first; absent: it does not pay, or nobody has more."""
+
+    @_builtins.property
+    def queue_time(self) -> _duration_pb2.Duration:
+        """Until it begins with this request; absent: it did not say how quickly it computes."""
+
+    @_builtins.property
+    def compute_time(self) -> _duration_pb2.Duration:
+        """To compute what is left; absent as queue_time."""
+
+    @_builtins.property
+    def first_token_time(self) -> _duration_pb2.Duration:
+        """To the first token, with the pull: it goes on while the request waits. Absent as queue_time."""
+
+    @_builtins.property
+    def first_token_time_without_pull(self) -> _duration_pb2.Duration:
+        """The same without it."""
+
+    @_builtins.property
+    def load(self) -> _common_pb2.EngineLoad:
+        """What the engine said last, and what was planned for it since is not in it."""
+
+    def __init__(
+        self,
+        *,
+        engine: _builtins.str = ...,
+        dp: _builtins.int = ...,
+        device_blocks: _builtins.int = ...,
+        host_blocks: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        page_tokens: _builtins.int = ...,
+        pull: Global___PlannedPull | None = ...,
+        compute_tokens: _builtins.int = ...,
+        queue_time: _duration_pb2.Duration | None = ...,
+        compute_time: _duration_pb2.Duration | None = ...,
+        first_token_time: _duration_pb2.Duration | None = ...,
+        first_token_time_without_pull: _duration_pb2.Duration | None = ...,
+        speed_assumed: _builtins.bool = ...,
+        load: _common_pb2.EngineLoad | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compute_time", b"compute_time", "first_token_time", b"first_token_time", "first_token_time_without_pull", b"first_token_time_without_pull", "load", b"load", "pull", b"pull", "queue_time", b"queue_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "compute_time", b"compute_time", "compute_tokens", b"compute_tokens", "device_blocks", b"device_blocks", "dp", b"dp", "engine", b"engine", "first_token_time", b"first_token_time", "first_token_time_without_pull", b"first_token_time_without_pull", "host_blocks", b"host_blocks", "load", b"load", "page_tokens", b"page_tokens", "pull", b"pull", "queue_time", b"queue_time", "speed_assumed", b"speed_assumed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Placement: _TypeAlias = Placement  # noqa: Y015
+
+@_typing.final
+class PlannedPull(_message.Message):
+    """What an engine is to pull before it computes: StartPrefetch at its rank, with this engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    DP_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
+    PULLS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    engine: _builtins.str
+    """Name of the engine that lends."""
+    dp: _builtins.int
+    """Which independent KV cache of it."""
+    host_blocks: _builtins.int
+    """Leading blocks that lie on its host: what a cache lends."""
+    blocks: _builtins.int
+    """Blocks of these that the taker lacks."""
+    bytes: _builtins.int
+    """Their bytes, at one rank of the taker."""
+    bytes_per_second: _builtins.float
+    """Between these two, as measured by the taker."""
+    measured: _builtins.bool
+    """False: the two never exchanged pages, and what others came to is taken for it."""
+    pulls_in_flight: _builtins.int
+    """Pulls from that engine in flight, those of plans since it last said included: they share its rate."""
+    @_builtins.property
+    def time(self) -> _duration_pb2.Duration:
+        """Estimated."""
+
+    def __init__(
+        self,
+        *,
+        engine: _builtins.str = ...,
+        dp: _builtins.int = ...,
+        host_blocks: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        bytes_per_second: _builtins.float = ...,
+        measured: _builtins.bool = ...,
+        pulls_in_flight: _builtins.int = ...,
+        time: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "bytes_per_second", b"bytes_per_second", "dp", b"dp", "engine", b"engine", "host_blocks", b"host_blocks", "measured", b"measured", "pulls_in_flight", b"pulls_in_flight", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedPull: _TypeAlias = PlannedPull  # noqa: Y015

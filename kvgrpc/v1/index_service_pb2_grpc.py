@@ -41,6 +41,11 @@ class IndexServiceStub(object):
                 request_serializer=kvgrpc_dot_v1_dot_index__service__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=kvgrpc_dot_v1_dot_index__service__pb2.ScoreResponse.FromString,
                 _registered_method=True)
+        self.Plan = channel.unary_unary(
+                '/kvgrpc.v1.IndexService/Plan',
+                request_serializer=kvgrpc_dot_v1_dot_index__service__pb2.PlanRequest.SerializeToString,
+                response_deserializer=kvgrpc_dot_v1_dot_index__service__pb2.PlanResponse.FromString,
+                _registered_method=True)
         self.ListSources = channel.unary_unary(
                 '/kvgrpc.v1.IndexService/ListSources',
                 request_serializer=kvgrpc_dot_v1_dot_index__service__pb2.ListSourcesRequest.SerializeToString,
@@ -64,6 +69,16 @@ class IndexServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Plan(self, request, context):
+        """Says of each request where to run it, and from whom to pull which part of its prompt, with the figures that this rests
+        on. What is compared is the estimated time to the first token: the queue of the engine, its own blocks, pages pulled
+        at the rate that was measured between the two, and what is left to compute.
+        Roles: rank, consumer, operator. Errors: as of Score.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListSources(self, request, context):
         """Lists the caches that are followed, ordered by engine and dp, paged.
         Roles: rank, consumer, operator. Errors: INVALID_REQUEST, SERVER_DRAINING.
@@ -79,6 +94,11 @@ def add_IndexServiceServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=kvgrpc_dot_v1_dot_index__service__pb2.ScoreRequest.FromString,
                     response_serializer=kvgrpc_dot_v1_dot_index__service__pb2.ScoreResponse.SerializeToString,
+            ),
+            'Plan': grpc.unary_unary_rpc_method_handler(
+                    servicer.Plan,
+                    request_deserializer=kvgrpc_dot_v1_dot_index__service__pb2.PlanRequest.FromString,
+                    response_serializer=kvgrpc_dot_v1_dot_index__service__pb2.PlanResponse.SerializeToString,
             ),
             'ListSources': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSources,
@@ -115,6 +135,33 @@ class IndexService(object):
             '/kvgrpc.v1.IndexService/Score',
             kvgrpc_dot_v1_dot_index__service__pb2.ScoreRequest.SerializeToString,
             kvgrpc_dot_v1_dot_index__service__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Plan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvgrpc.v1.IndexService/Plan',
+            kvgrpc_dot_v1_dot_index__service__pb2.PlanRequest.SerializeToString,
+            kvgrpc_dot_v1_dot_index__service__pb2.PlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,12 @@ class IndexServiceStub:
     settings that no engine has, no model where the caches are of several), TOO_MANY_REQUESTS (long prompts of one
     caller), SERVER_DRAINING.
     """
+    Plan: _grpc.UnaryUnaryMultiCallable[_index_service_pb2.PlanRequest, _index_service_pb2.PlanResponse]
+    """Says of each request where to run it, and from whom to pull which part of its prompt, with the figures that this rests
+    on. What is compared is the estimated time to the first token: the queue of the engine, its own blocks, pages pulled
+    at the rate that was measured between the two, and what is left to compute.
+    Roles: rank, consumer, operator. Errors: as of Score.
+    """
     ListSources: _grpc.UnaryUnaryMultiCallable[_index_service_pb2.ListSourcesRequest, _index_service_pb2.ListSourcesResponse]
     """Lists the caches that are followed, ordered by engine and dp, paged.
     Roles: rank, consumer, operator. Errors: INVALID_REQUEST, SERVER_DRAINING.
@@ -60,6 +66,12 @@ class IndexServiceAsyncStub(IndexServiceStub):
     Roles: rank, consumer, operator. Errors: INVALID_REQUEST (no prompt or too many, no prefix, one that is too long,
     settings that no engine has, no model where the caches are of several), TOO_MANY_REQUESTS (long prompts of one
     caller), SERVER_DRAINING.
+    """
+    Plan: _aio.UnaryUnaryMultiCallable[_index_service_pb2.PlanRequest, _index_service_pb2.PlanResponse]  # type: ignore[assignment]
+    """Says of each request where to run it, and from whom to pull which part of its prompt, with the figures that this rests
+    on. What is compared is the estimated time to the first token: the queue of the engine, its own blocks, pages pulled
+    at the rate that was measured between the two, and what is left to compute.
+    Roles: rank, consumer, operator. Errors: as of Score.
     """
     ListSources: _aio.UnaryUnaryMultiCallable[_index_service_pb2.ListSourcesRequest, _index_service_pb2.ListSourcesResponse]  # type: ignore[assignment]
     """Lists the caches that are followed, ordered by engine and dp, paged.
@@ -82,6 +94,18 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         Roles: rank, consumer, operator. Errors: INVALID_REQUEST (no prompt or too many, no prefix, one that is too long,
         settings that no engine has, no model where the caches are of several), TOO_MANY_REQUESTS (long prompts of one
         caller), SERVER_DRAINING.
+        """
+
+    @_abc_1.abstractmethod
+    def Plan(
+        self,
+        request: _index_service_pb2.PlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_index_service_pb2.PlanResponse, _abc.Awaitable[_index_service_pb2.PlanResponse]]:
+        """Says of each request where to run it, and from whom to pull which part of its prompt, with the figures that this rests
+        on. What is compared is the estimated time to the first token: the queue of the engine, its own blocks, pages pulled
+        at the rate that was measured between the two, and what is left to compute.
+        Roles: rank, consumer, operator. Errors: as of Score.
         """
 
     @_abc_1.abstractmethod

@@ -312,6 +312,8 @@ class CacheOperation(_message.Message):
     TOOK_FIELD_NUMBER: _builtins.int
     PAGE_OUTCOMES_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    USED_PAGES_FIELD_NUMBER: _builtins.int
+    WASTED_PAGES_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     """Its id."""
     request_id: _builtins.str
@@ -346,6 +348,10 @@ class CacheOperation(_message.Message):
     """As given."""
     quiescent: _builtins.bool
     """True once nothing moves its pages any more."""
+    used_pages: _builtins.int
+    """Of the pages that a prefetch brought, those that a request has used since."""
+    wasted_pages: _builtins.int
+    """Of them, those that left the host before a request used them. Neither is known of every engine: 0 then."""
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """When it was accepted."""
@@ -385,10 +391,12 @@ class CacheOperation(_message.Message):
         took: _duration_pb2.Duration | None = ...,
         page_outcomes: _abc.Iterable[Global___PageOutcome.ValueType] | None = ...,
         failure: _common_pb2.Failure | None = ...,
+        used_pages: _builtins.int = ...,
+        wasted_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "start_time", b"start_time", "took", b"took"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreed_pages", b"agreed_pages", "asked_pages", b"asked_pages", "bytes", b"bytes", "completed_pages", b"completed_pages", "covered_pages", b"covered_pages", "failure", b"failure", "hit_pages", b"hit_pages", "kind", b"kind", "operation_id", b"operation_id", "page_outcomes", b"page_outcomes", "priority", b"priority", "quiescent", b"quiescent", "request_id", b"request_id", "retries", b"retries", "revision", b"revision", "start_time", b"start_time", "state", b"state", "stop", b"stop", "tenant", b"tenant", "took", b"took"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreed_pages", b"agreed_pages", "asked_pages", b"asked_pages", "bytes", b"bytes", "completed_pages", b"completed_pages", "covered_pages", b"covered_pages", "failure", b"failure", "hit_pages", b"hit_pages", "kind", b"kind", "operation_id", b"operation_id", "page_outcomes", b"page_outcomes", "priority", b"priority", "quiescent", b"quiescent", "request_id", b"request_id", "retries", b"retries", "revision", b"revision", "start_time", b"start_time", "state", b"state", "stop", b"stop", "tenant", b"tenant", "took", b"took", "used_pages", b"used_pages", "wasted_pages", b"wasted_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -471,6 +479,7 @@ class StartPrefetchRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller, at most 128 characters; empty: a repeat is another operation."""
     priority: _builtins.int
@@ -485,6 +494,12 @@ class StartPrefetchRequest(_message.Message):
     def timeout(self) -> _duration_pb2.Duration:
         """How long it may take; it ends with what is in place then. Absent: the rank's own limit."""
 
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Engines whose host caches pages may come from, as a plan named them; at most 64. Empty: whichever the rank finds.
+        FEATURE_DISABLED where the rank takes no pages of others.
+        """
+
     def __init__(
         self,
         *,
@@ -493,10 +508,11 @@ class StartPrefetchRequest(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
+        engines: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "pages", b"pages", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1204,6 +1220,7 @@ class AgreementStart(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     EXTRA_KEY_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     """Under which id."""
     priority: _builtins.int
@@ -1222,6 +1239,10 @@ class AgreementStart(_message.Message):
     def timeout(self) -> _duration_pb2.Duration:
         """How long it may take from now on."""
 
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in StartPrefetch."""
+
     def __init__(
         self,
         *,
@@ -1232,10 +1253,11 @@ class AgreementStart(_message.Message):
         tenant: _builtins.str = ...,
         extra_key: _builtins.str = ...,
         kind: Global___OperationKind.ValueType = ...,
+        engines: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["extra_key", b"extra_key", "kind", b"kind", "operation_id", b"operation_id", "page_hashes", b"page_hashes", "priority", b"priority", "tenant", b"tenant", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "extra_key", b"extra_key", "kind", b"kind", "operation_id", b"operation_id", "page_hashes", b"page_hashes", "priority", b"priority", "tenant", b"tenant", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

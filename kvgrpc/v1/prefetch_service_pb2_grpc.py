@@ -104,8 +104,9 @@ class PrefetchServiceServicer(object):
 
     def StartPrefetch(self, request, context):
         """Begins to bring pages from storage to the host and answers at once; see WatchOperations. A repeat with the same
-        request_id answers with the operation that it began. To decline is an answer, too: state and stop say it.
-        Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
+        request_id answers with the operation that it began. To decline is an answer, too: state and stop say it. A caller has
+        a share of the operations and of their pages.
+        Roles: rank, consumer, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
         SERVER_DRAINING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -125,7 +126,7 @@ class PrefetchServiceServicer(object):
     def TerminatePrefetch(self, request, context):
         """Cuts an operation short and waits, up to the deadline of the call, until nothing moves its pages any more. What is in
         place by then stays usable. One that has ended stays as it is. For the caller that began it, and for operators.
-        Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
+        Roles: rank, consumer, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

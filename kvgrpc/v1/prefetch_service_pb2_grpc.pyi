@@ -42,8 +42,9 @@ class PrefetchServiceStub:
     """
     StartPrefetch: _grpc.UnaryUnaryMultiCallable[_prefetch_service_pb2.StartPrefetchRequest, _prefetch_service_pb2.StartPrefetchResponse]
     """Begins to bring pages from storage to the host and answers at once; see WatchOperations. A repeat with the same
-    request_id answers with the operation that it began. To decline is an answer, too: state and stop say it.
-    Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
+    request_id answers with the operation that it began. To decline is an answer, too: state and stop say it. A caller has
+    a share of the operations and of their pages.
+    Roles: rank, consumer, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
     SERVER_DRAINING.
     """
     WatchOperations: _grpc.UnaryStreamMultiCallable[_prefetch_service_pb2.WatchOperationsRequest, _prefetch_service_pb2.WatchOperationsResponse]
@@ -55,7 +56,7 @@ class PrefetchServiceStub:
     TerminatePrefetch: _grpc.UnaryUnaryMultiCallable[_prefetch_service_pb2.TerminatePrefetchRequest, _prefetch_service_pb2.TerminatePrefetchResponse]
     """Cuts an operation short and waits, up to the deadline of the call, until nothing moves its pages any more. What is in
     place by then stays usable. One that has ended stays as it is. For the caller that began it, and for operators.
-    Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
+    Roles: rank, consumer, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
     """
     StartBackup: _grpc.UnaryUnaryMultiCallable[_prefetch_service_pb2.StartBackupRequest, _prefetch_service_pb2.StartBackupResponse]
     """Begins to write the leading pages that the host has to storage and answers at once. Every rank of the replica writes
@@ -102,8 +103,9 @@ class PrefetchServiceAsyncStub(PrefetchServiceStub):
     """
     StartPrefetch: _aio.UnaryUnaryMultiCallable[_prefetch_service_pb2.StartPrefetchRequest, _prefetch_service_pb2.StartPrefetchResponse]  # type: ignore[assignment]
     """Begins to bring pages from storage to the host and answers at once; see WatchOperations. A repeat with the same
-    request_id answers with the operation that it began. To decline is an answer, too: state and stop say it.
-    Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
+    request_id answers with the operation that it began. To decline is an answer, too: state and stop say it. A caller has
+    a share of the operations and of their pages.
+    Roles: rank, consumer, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
     SERVER_DRAINING.
     """
     WatchOperations: _aio.UnaryStreamMultiCallable[_prefetch_service_pb2.WatchOperationsRequest, _prefetch_service_pb2.WatchOperationsResponse]  # type: ignore[assignment]
@@ -115,7 +117,7 @@ class PrefetchServiceAsyncStub(PrefetchServiceStub):
     TerminatePrefetch: _aio.UnaryUnaryMultiCallable[_prefetch_service_pb2.TerminatePrefetchRequest, _prefetch_service_pb2.TerminatePrefetchResponse]  # type: ignore[assignment]
     """Cuts an operation short and waits, up to the deadline of the call, until nothing moves its pages any more. What is in
     place by then stays usable. One that has ended stays as it is. For the caller that began it, and for operators.
-    Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
+    Roles: rank, consumer, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
     """
     StartBackup: _aio.UnaryUnaryMultiCallable[_prefetch_service_pb2.StartBackupRequest, _prefetch_service_pb2.StartBackupResponse]  # type: ignore[assignment]
     """Begins to write the leading pages that the host has to storage and answers at once. Every rank of the replica writes
@@ -171,8 +173,9 @@ class PrefetchServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefetch_service_pb2.StartPrefetchResponse, _abc.Awaitable[_prefetch_service_pb2.StartPrefetchResponse]]:
         """Begins to bring pages from storage to the host and answers at once; see WatchOperations. A repeat with the same
-        request_id answers with the operation that it began. To decline is an answer, too: state and stop say it.
-        Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
+        request_id answers with the operation that it began. To decline is an answer, too: state and stop say it. A caller has
+        a share of the operations and of their pages.
+        Roles: rank, consumer, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
         SERVER_DRAINING.
         """
 
@@ -196,7 +199,7 @@ class PrefetchServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_prefetch_service_pb2.TerminatePrefetchResponse, _abc.Awaitable[_prefetch_service_pb2.TerminatePrefetchResponse]]:
         """Cuts an operation short and waits, up to the deadline of the call, until nothing moves its pages any more. What is in
         place by then stays usable. One that has ended stays as it is. For the caller that began it, and for operators.
-        Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
+        Roles: rank, consumer, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
         """
 
     @_abc_1.abstractmethod

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from kvgrpc.v1 import common_pb2 as kvgrpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvgrpc/v1/pull_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvgrpc/v1/common.proto\"\xa5\x02\n\x0cPageIdentity\x12\x14\n\x05model\x18\x01 \x01(\tR\x05model\x12\x1a\n\x08revision\x18\x02 \x01(\tR\x08revision\x12\x14\n\x05\x64type\x18\x03 \x01(\tR\x05\x64type\x12\x16\n\x06layout\x18\x04 \x01(\tR\x06layout\x12\x1f\n\x0bpage_tokens\x18\x05 \x01(\rR\npageTokens\x12\x17\n\x07tp_rank\x18\x06 \x01(\rR\x06tpRank\x12\x17\n\x07tp_size\x18\x07 \x01(\rR\x06tpSize\x12\x17\n\x07pp_rank\x18\x08 \x01(\rR\x06ppRank\x12\x17\n\x07pp_size\x18\t \x01(\rR\x06ppSize\x12\x17\n\x07\x63p_rank\x18\n \x01(\rR\x06\x63pRank\x12\x17\n\x07\x63p_size\x18\x0b \x01(\rR\x06\x63pSize\"i\n\x11\x43ountPagesRequest\x12\x33\n\x08identity\x18\x01 \x01(\x0b\x32\x17.kvgrpc.v1.PageIdentityR\x08identity\x12\x1f\n\x0bpage_hashes\x18\x02 \x03(\x0cR\npageHashes\"3\n\x12\x43ountPagesResponse\x12\x1d\n\nhost_pages\x18\x01 \x01(\rR\thostPages\"\xc9\x01\n\x10LendPagesRequest\x12\x33\n\x08identity\x18\x01 \x01(\x0b\x32\x17.kvgrpc.v1.PageIdentityR\x08identity\x12\x1f\n\x0bpage_hashes\x18\x02 \x03(\x0cR\npageHashes\x12\x1d\n\nfirst_page\x18\x03 \x01(\rR\tfirstPage\x12\x16\n\x04room\x18\x04 \x01(\x04\x42\x02\x30\x01R\x04room\x12(\n\x05taker\x18\x05 \x01(\x0b\x32\x12.kvgrpc.v1.RankRefR\x05taker\"\x89\x01\n\x11LendPagesResponse\x12\x1d\n\nlent_pages\x18\x01 \x01(\rR\tlentPages\x12*\n\x06holder\x18\x02 \x01(\x0b\x32\x12.kvgrpc.v1.RankRefR\x06holder\x12)\n\x06layout\x18\x03 \x01(\x0b\x32\x11.kvgrpc.v1.LayoutR\x06layout\"\xbf\x03\n\x04Pull\x12\x16\n\x04room\x18\x01 \x01(\x04\x42\x02\x30\x01R\x04room\x12\x36\n\tdirection\x18\x02 \x01(\x0e\x32\x18.kvgrpc.v1.PullDirectionR\tdirection\x12&\n\x04peer\x18\x03 \x01(\x0b\x32\x12.kvgrpc.v1.RankRefR\x04peer\x12\x18\n\x07\x61\x64\x64ress\x18\x04 \x01(\tR\x07\x61\x64\x64ress\x12\x1f\n\x0b\x61sked_pages\x18\x05 \x01(\rR\naskedPages\x12\x1d\n\nlent_pages\x18\x06 \x01(\rR\tlentPages\x12\x1d\n\ndone_pages\x18\x07 \x01(\rR\tdonePages\x12\x18\n\x05\x62ytes\x18\x08 \x01(\x04\x42\x02\x30\x01R\x05\x62ytes\x12\x39\n\nstart_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tstartTime\x12-\n\x04took\x18\n \x01(\x0b\x32\x19.google.protobuf.DurationR\x04took\x12\x14\n\x05\x65nded\x18\x0b \x01(\x08R\x05\x65nded\x12,\n\x07\x66\x61ilure\x18\x0c \x01(\x0b\x32\x12.kvgrpc.v1.FailureR\x07\x66\x61ilure\"/\n\x10ListPullsRequest\x12\x1b\n\topen_only\x18\x01 \x01(\x08R\x08openOnly\"~\n\x11ListPullsResponse\x12%\n\x05pulls\x18\x01 \x03(\x0b\x32\x0f.kvgrpc.v1.PullR\x05pulls\x12#\n\rlending_pages\x18\x02 \x01(\rR\x0clendingPages\x12\x1d\n\nlent_pages\x18\x03 \x01(\rR\tlentPages*b\n\rPullDirection\x12\x1e\n\x1aPULL_DIRECTION_UNSPECIFIED\x10\x00\x12\x18\n\x14PULL_DIRECTION_TAKEN\x10\x01\x12\x17\n\x13PULL_DIRECTION_LENT\x10\x02\x32\xf2\x01\n\x0bPullService\x12N\n\nCountPages\x12\x1c.kvgrpc.v1.CountPagesRequest\x1a\x1d.kvgrpc.v1.CountPagesResponse\"\x03\x90\x02\x01\x12\x46\n\tLendPages\x12\x1b.kvgrpc.v1.LendPagesRequest\x1a\x1c.kvgrpc.v1.LendPagesResponse\x12K\n\tListPulls\x12\x1b.kvgrpc.v1.ListPullsRequest\x1a\x1c.kvgrpc.v1.ListPullsResponse\"\x03\x90\x02\x01\x42?\n\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvgrpc/v1/pull_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvgrpc/v1/common.proto\"\xa5\x02\n\x0cPageIdentity\x12\x14\n\x05model\x18\x01 \x01(\tR\x05model\x12\x1a\n\x08revision\x18\x02 \x01(\tR\x08revision\x12\x14\n\x05\x64type\x18\x03 \x01(\tR\x05\x64type\x12\x16\n\x06layout\x18\x04 \x01(\tR\x06layout\x12\x1f\n\x0bpage_tokens\x18\x05 \x01(\rR\npageTokens\x12\x17\n\x07tp_rank\x18\x06 \x01(\rR\x06tpRank\x12\x17\n\x07tp_size\x18\x07 \x01(\rR\x06tpSize\x12\x17\n\x07pp_rank\x18\x08 \x01(\rR\x06ppRank\x12\x17\n\x07pp_size\x18\t \x01(\rR\x06ppSize\x12\x17\n\x07\x63p_rank\x18\n \x01(\rR\x06\x63pRank\x12\x17\n\x07\x63p_size\x18\x0b \x01(\rR\x06\x63pSize\"\x8a\x01\n\x11\x43ountPagesRequest\x12\x33\n\x08identity\x18\x01 \x01(\x0b\x32\x17.kvgrpc.v1.PageIdentityR\x08identity\x12\x1f\n\x0bpage_hashes\x18\x02 \x03(\x0cR\npageHashes\x12\x1f\n\x0bprompt_name\x18\x03 \x01(\x0cR\npromptName\"3\n\x12\x43ountPagesResponse\x12\x1d\n\nhost_pages\x18\x01 \x01(\rR\thostPages\"\x86\x02\n\x10LendPagesRequest\x12\x33\n\x08identity\x18\x01 \x01(\x0b\x32\x17.kvgrpc.v1.PageIdentityR\x08identity\x12\x1f\n\x0bpage_hashes\x18\x02 \x03(\x0cR\npageHashes\x12\x1d\n\nfirst_page\x18\x03 \x01(\rR\tfirstPage\x12\x16\n\x04room\x18\x04 \x01(\x04\x42\x02\x30\x01R\x04room\x12(\n\x05taker\x18\x05 \x01(\x0b\x32\x12.kvgrpc.v1.RankRefR\x05taker\x12%\n\x0e\x63ounted_prompt\x18\x06 \x01(\x0cR\rcountedPrompt\x12\x14\n\x05pages\x18\x07 \x01(\rR\x05pages\"\xb0\x01\n\x11LendPagesResponse\x12\x1d\n\nlent_pages\x18\x01 \x01(\rR\tlentPages\x12*\n\x06holder\x18\x02 \x01(\x0b\x32\x12.kvgrpc.v1.RankRefR\x06holder\x12)\n\x06layout\x18\x03 \x01(\x0b\x32\x11.kvgrpc.v1.LayoutR\x06layout\x12%\n\x0eprompt_unknown\x18\x04 \x01(\x08R\rpromptUnknown\"\xbf\x03\n\x04Pull\x12\x16\n\x04room\x18\x01 \x01(\x04\x42\x02\x30\x01R\x04room\x12\x36\n\tdirection\x18\x02 \x01(\x0e\x32\x18.kvgrpc.v1.PullDirectionR\tdirection\x12&\n\x04peer\x18\x03 \x01(\x0b\x32\x12.kvgrpc.v1.RankRefR\x04peer\x12\x18\n\x07\x61\x64\x64ress\x18\x04 \x01(\tR\x07\x61\x64\x64ress\x12\x1f\n\x0b\x61sked_pages\x18\x05 \x01(\rR\naskedPages\x12\x1d\n\nlent_pages\x18\x06 \x01(\rR\tlentPages\x12\x1d\n\ndone_pages\x18\x07 \x01(\rR\tdonePages\x12\x18\n\x05\x62ytes\x18\x08 \x01(\x04\x42\x02\x30\x01R\x05\x62ytes\x12\x39\n\nstart_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tstartTime\x12-\n\x04took\x18\n \x01(\x0b\x32\x19.google.protobuf.DurationR\x04took\x12\x14\n\x05\x65nded\x18\x0b \x01(\x08R\x05\x65nded\x12,\n\x07\x66\x61ilure\x18\x0c \x01(\x0b\x32\x12.kvgrpc.v1.FailureR\x07\x66\x61ilure\"/\n\x10ListPullsRequest\x12\x1b\n\topen_only\x18\x01 \x01(\x08R\x08openOnly\"~\n\x11ListPullsResponse\x12%\n\x05pulls\x18\x01 \x03(\x0b\x32\x0f.kvgrpc.v1.PullR\x05pulls\x12#\n\rlending_pages\x18\x02 \x01(\rR\x0clendingPages\x12\x1d\n\nlent_pages\x18\x03 \x01(\rR\tlentPages*b\n\rPullDirection\x12\x1e\n\x1aPULL_DIRECTION_UNSPECIFIED\x10\x00\x12\x18\n\x14PULL_DIRECTION_TAKEN\x10\x01\x12\x17\n\x13PULL_DIRECTION_LENT\x10\x02\x32\xf2\x01\n\x0bPullService\x12N\n\nCountPages\x12\x1c.kvgrpc.v1.CountPagesRequest\x1a\x1d.kvgrpc.v1.CountPagesResponse\"\x03\x90\x02\x01\x12\x46\n\tLendPages\x12\x1b.kvgrpc.v1.LendPagesRequest\x1a\x1c.kvgrpc.v1.LendPagesResponse\x12K\n\tListPulls\x12\x1b.kvgrpc.v1.ListPullsRequest\x1a\x1c.kvgrpc.v1.ListPullsResponse\"\x03\x90\x02\x01\x42?\n\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,24 +45,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PULLSERVICE'].methods_by_name['CountPages']._serialized_options = b'\220\002\001'
   _globals['_PULLSERVICE'].methods_by_name['ListPulls']._loaded_options = None
   _globals['_PULLSERVICE'].methods_by_name['ListPulls']._serialized_options = b'\220\002\001'
-  _globals['_PULLDIRECTION']._serialized_start=1559
-  _globals['_PULLDIRECTION']._serialized_end=1657
+  _globals['_PULLDIRECTION']._serialized_start=1693
+  _globals['_PULLDIRECTION']._serialized_end=1791
   _globals['_PAGEIDENTITY']._serialized_start=133
   _globals['_PAGEIDENTITY']._serialized_end=426
-  _globals['_COUNTPAGESREQUEST']._serialized_start=428
-  _globals['_COUNTPAGESREQUEST']._serialized_end=533
-  _globals['_COUNTPAGESRESPONSE']._serialized_start=535
-  _globals['_COUNTPAGESRESPONSE']._serialized_end=586
-  _globals['_LENDPAGESREQUEST']._serialized_start=589
-  _globals['_LENDPAGESREQUEST']._serialized_end=790
-  _globals['_LENDPAGESRESPONSE']._serialized_start=793
-  _globals['_LENDPAGESRESPONSE']._serialized_end=930
-  _globals['_PULL']._serialized_start=933
-  _globals['_PULL']._serialized_end=1380
-  _globals['_LISTPULLSREQUEST']._serialized_start=1382
-  _globals['_LISTPULLSREQUEST']._serialized_end=1429
-  _globals['_LISTPULLSRESPONSE']._serialized_start=1431
-  _globals['_LISTPULLSRESPONSE']._serialized_end=1557
-  _globals['_PULLSERVICE']._serialized_start=1660
-  _globals['_PULLSERVICE']._serialized_end=1902
+  _globals['_COUNTPAGESREQUEST']._serialized_start=429
+  _globals['_COUNTPAGESREQUEST']._serialized_end=567
+  _globals['_COUNTPAGESRESPONSE']._serialized_start=569
+  _globals['_COUNTPAGESRESPONSE']._serialized_end=620
+  _globals['_LENDPAGESREQUEST']._serialized_start=623
+  _globals['_LENDPAGESREQUEST']._serialized_end=885
+  _globals['_LENDPAGESRESPONSE']._serialized_start=888
+  _globals['_LENDPAGESRESPONSE']._serialized_end=1064
+  _globals['_PULL']._serialized_start=1067
+  _globals['_PULL']._serialized_end=1514
+  _globals['_LISTPULLSREQUEST']._serialized_start=1516
+  _globals['_LISTPULLSREQUEST']._serialized_end=1563
+  _globals['_LISTPULLSRESPONSE']._serialized_start=1565
+  _globals['_LISTPULLSRESPONSE']._serialized_end=1691
+  _globals['_PULLSERVICE']._serialized_start=1794
+  _globals['_PULLSERVICE']._serialized_end=2036
 # @@protoc_insertion_point(module_scope)

@@ -116,6 +116,11 @@ class CountPagesRequest(_message.Message):
 
     IDENTITY_FIELD_NUMBER: _builtins.int
     PAGE_HASHES_FIELD_NUMBER: _builtins.int
+    PROMPT_NAME_FIELD_NUMBER: _builtins.int
+    prompt_name: _builtins.bytes
+    """By which LendPages may name this prompt: 32 random bytes, other ones at each holder, so that nobody else can name it.
+    Empty: LendPages will not.
+    """
     @_builtins.property
     def identity(self) -> Global___PageIdentity:
         """What the pages must be."""
@@ -129,10 +134,11 @@ class CountPagesRequest(_message.Message):
         *,
         identity: Global___PageIdentity | None = ...,
         page_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        prompt_name: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "page_hashes", b"page_hashes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "page_hashes", b"page_hashes", "prompt_name", b"prompt_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -171,10 +177,18 @@ class LendPagesRequest(_message.Message):
     FIRST_PAGE_FIELD_NUMBER: _builtins.int
     ROOM_FIELD_NUMBER: _builtins.int
     TAKER_FIELD_NUMBER: _builtins.int
+    COUNTED_PROMPT_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
     first_page: _builtins.int
     """So many leading pages are not wanted: the caller has them."""
     room: _builtins.int
     """Under which the pages are sent; chosen by the caller at random, 1 to 2^63 - 1."""
+    counted_prompt: _builtins.bytes
+    """The prompt_name with which this holder was asked by CountPages just before: it knows that prompt, and page_hashes are
+    left out. Empty: page_hashes are there.
+    """
+    pages: _builtins.int
+    """With counted_prompt: so many pages are wanted, from first_page on."""
     @_builtins.property
     def identity(self) -> Global___PageIdentity:
         """What the pages must be."""
@@ -195,10 +209,12 @@ class LendPagesRequest(_message.Message):
         first_page: _builtins.int = ...,
         room: _builtins.int = ...,
         taker: _common_pb2.RankRef | None = ...,
+        counted_prompt: _builtins.bytes = ...,
+        pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "taker", b"taker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_page", b"first_page", "identity", b"identity", "page_hashes", b"page_hashes", "room", b"room", "taker", b"taker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted_prompt", b"counted_prompt", "first_page", b"first_page", "identity", b"identity", "page_hashes", b"page_hashes", "pages", b"pages", "room", b"room", "taker", b"taker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -213,8 +229,11 @@ class LendPagesResponse(_message.Message):
     LENT_PAGES_FIELD_NUMBER: _builtins.int
     HOLDER_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    PROMPT_UNKNOWN_FIELD_NUMBER: _builtins.int
     lent_pages: _builtins.int
     """Pages from first_page on that were lent: the receiver asks for exactly so many. 0: there is no room."""
+    prompt_unknown: _builtins.bool
+    """True: counted_prompt is not known, or not any more. Nothing is lent; ask again with page_hashes."""
     @_builtins.property
     def holder(self) -> _common_pb2.RankRef:
         """Whose session the room needs."""
@@ -229,10 +248,11 @@ class LendPagesResponse(_message.Message):
         lent_pages: _builtins.int = ...,
         holder: _common_pb2.RankRef | None = ...,
         layout: _common_pb2.Layout | None = ...,
+        prompt_unknown: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "layout", b"layout", "lent_pages", b"lent_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "layout", b"layout", "lent_pages", b"lent_pages", "prompt_unknown", b"prompt_unknown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from kvgrpc.v1 import common_pb2 as kvgrpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvgrpc/v1/server_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvgrpc/v1/common.proto\"\x16\n\x14GetServerInfoRequest\"\xba\x02\n\x15GetServerInfoResponse\x12\x18\n\x07version\x18\x01 \x01(\tR\x07version\x12&\n\x04rank\x18\x02 \x01(\x0b\x32\x12.kvgrpc.v1.RankRefR\x04rank\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x0f.kvgrpc.v1.RoleR\x04role\x12\x1a\n\x08services\x18\x04 \x03(\tR\x08services\x12/\n\x06limits\x18\x06 \x01(\x0b\x32\x17.kvgrpc.v1.ServerLimitsR\x06limits\x12\x39\n\nstart_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tstartTime\x12\x1a\n\x08\x64raining\x18\x08 \x01(\x08R\x08\x64raining\x12\x10\n\x03pid\x18\t \x01(\rR\x03pidJ\x04\x08\x05\x10\x06\"\xcb\x01\n\x0cServerLimits\x12+\n\x05\x63\x61lls\x18\x01 \x01(\x0b\x32\x15.kvgrpc.v1.CallLimitsR\x05\x63\x61lls\x12)\n\x04rank\x18\x02 \x01(\x0b\x32\x15.kvgrpc.v1.RankLimitsR\x04rank\x12\x35\n\x08registry\x18\x03 \x01(\x0b\x32\x19.kvgrpc.v1.RegistryLimitsR\x08registry\x12,\n\x05index\x18\x04 \x01(\x0b\x32\x16.kvgrpc.v1.IndexLimitsR\x05index\"\xbd\x02\n\nCallLimits\x12\x14\n\x05unary\x18\x01 \x01(\rR\x05unary\x12\x18\n\x07streams\x18\x02 \x01(\rR\x07streams\x12,\n\x12watches_per_caller\x18\x03 \x01(\rR\x10watchesPerCaller\x12\x39\n\x19health_watches_per_caller\x18\x04 \x01(\rR\x16healthWatchesPerCaller\x12\x34\n\x16reflections_per_caller\x18\x05 \x01(\rR\x14reflectionsPerCaller\x12,\n\x12locates_per_caller\x18\x06 \x01(\rR\x10locatesPerCaller\x12\x32\n\x15keepalives_per_caller\x18\x07 \x01(\rR\x13keepalivesPerCaller\"\xa2\x04\n\nRankLimits\x12&\n\x0fmax_frame_bytes\x18\x01 \x01(\rR\rmaxFrameBytes\x12\x1b\n\tmax_rooms\x18\x02 \x01(\rR\x08maxRooms\x12\x39\n\x19max_unclaimed_per_session\x18\x03 \x01(\rR\x16maxUnclaimedPerSession\x12#\n\rmax_unclaimed\x18\x04 \x01(\rR\x0cmaxUnclaimed\x12*\n\x11max_ended_records\x18\x05 \x01(\rR\x0fmaxEndedRecords\x12*\n\x11max_known_streams\x18\x06 \x01(\rR\x0fmaxKnownStreams\x12$\n\x0emax_held_pages\x18\x07 \x01(\rR\x0cmaxHeldPages\x12-\n\x13max_chunks_per_room\x18\x08 \x01(\rR\x10maxChunksPerRoom\x12\"\n\rmax_aux_bytes\x18\t \x01(\rR\x0bmaxAuxBytes\x12,\n\x12max_unknown_writes\x18\n \x01(\rR\x10maxUnknownWrites\x12\x38\n\x19max_peer_writes_in_flight\x18\x0b \x01(\rR\x15maxPeerWritesInFlight\x12\x36\n\x18max_peer_bytes_in_flight\x18\x0c \x01(\rR\x14maxPeerBytesInFlight\"\xd2\x01\n\x0eRegistryLimits\x12\"\n\rmax_page_size\x18\x01 \x01(\rR\x0bmaxPageSize\x12/\n\x14max_rows_per_request\x18\x02 \x01(\rR\x11maxRowsPerRequest\x12\x33\n\x16max_leases_per_request\x18\x03 \x01(\rR\x13maxLeasesPerRequest\x12\x36\n\tlease_ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationR\x08leaseTtl\"\x8d\x01\n\x0bIndexLimits\x12(\n\x10max_score_blocks\x18\x01 \x01(\rR\x0emaxScoreBlocks\x12(\n\x10max_score_tokens\x18\x02 \x01(\rR\x0emaxScoreTokens\x12*\n\x11max_score_prompts\x18\x03 \x01(\rR\x0fmaxScorePrompts\"?\n\x0c\x44rainRequest\x12/\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationR\x05grace\"H\n\rDrainResponse\x12\x18\n\x07\x64rained\x18\x01 \x01(\x08R\x07\x64rained\x12\x1d\n\nopen_rooms\x18\x02 \x01(\rR\topenRooms2\xa9\x01\n\rServerService\x12W\n\rGetServerInfo\x12\x1f.kvgrpc.v1.GetServerInfoRequest\x1a .kvgrpc.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12?\n\x05\x44rain\x12\x17.kvgrpc.v1.DrainRequest\x1a\x18.kvgrpc.v1.DrainResponse\"\x03\x90\x02\x02\x42?\n\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvgrpc/v1/server_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvgrpc/v1/common.proto\"\x16\n\x14GetServerInfoRequest\"\xcb\x05\n\x15GetServerInfoResponse\x12\x18\n\x07version\x18\x01 \x01(\tR\x07version\x12&\n\x04rank\x18\x02 \x01(\x0b\x32\x12.kvgrpc.v1.RankRefR\x04rank\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x0f.kvgrpc.v1.RoleR\x04role\x12\x1a\n\x08services\x18\x04 \x03(\tR\x08services\x12/\n\x06limits\x18\x06 \x01(\x0b\x32\x17.kvgrpc.v1.ServerLimitsR\x06limits\x12\x39\n\nstart_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tstartTime\x12\x1a\n\x08\x64raining\x18\x08 \x01(\x08R\x08\x64raining\x12\x10\n\x03pid\x18\t \x01(\rR\x03pid\x12.\n\x08settings\x18\n \x03(\x0b\x32\x12.kvgrpc.v1.SettingR\x08settings\x12\x33\n\x08security\x18\x0b \x01(\x0b\x32\x17.kvgrpc.v1.PortSecurityR\x08security\x12?\n\x0cregistration\x18\x0c \x01(\x0b\x32\x1b.kvgrpc.v1.RegistrationInfoR\x0cregistration\x12J\n\x08versions\x18\r \x03(\x0b\x32..kvgrpc.v1.GetServerInfoResponse.VersionsEntryR\x08versions\x12.\n\x04time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x04time\x12\x30\n\x14\x64\x61ta_plane_endpoints\x18\x0f \x03(\tR\x12\x64\x61taPlaneEndpoints\x1a;\n\rVersionsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01J\x04\x08\x05\x10\x06\"e\n\x07Setting\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value\x12\x30\n\x06source\x18\x03 \x01(\x0e\x32\x18.kvgrpc.v1.SettingSourceR\x06source\"\xb7\x01\n\x0cPortSecurity\x12\x10\n\x03tls\x18\x01 \x01(\x08R\x03tls\x12/\n\x13\x63lient_certificates\x18\x02 \x01(\x08R\x12\x63lientCertificates\x12\x16\n\x06tokens\x18\x03 \x01(\x08R\x06tokens\x12L\n\x14\x63\x65rtificate_end_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x12\x63\x65rtificateEndTime\"\xba\x01\n\x10RegistrationInfo\x12\x18\n\x07\x61\x64\x64ress\x18\x01 \x01(\tR\x07\x61\x64\x64ress\x12\x32\n\x05state\x18\x02 \x01(\x0e\x32\x1c.kvgrpc.v1.RegistrationStateR\x05state\x12\x39\n\naway_since\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tawaySince\x12\x1d\n\nlast_error\x18\x04 \x01(\tR\tlastError\"\xcb\x01\n\x0cServerLimits\x12+\n\x05\x63\x61lls\x18\x01 \x01(\x0b\x32\x15.kvgrpc.v1.CallLimitsR\x05\x63\x61lls\x12)\n\x04rank\x18\x02 \x01(\x0b\x32\x15.kvgrpc.v1.RankLimitsR\x04rank\x12\x35\n\x08registry\x18\x03 \x01(\x0b\x32\x19.kvgrpc.v1.RegistryLimitsR\x08registry\x12,\n\x05index\x18\x04 \x01(\x0b\x32\x16.kvgrpc.v1.IndexLimitsR\x05index\"\xbd\x02\n\nCallLimits\x12\x14\n\x05unary\x18\x01 \x01(\rR\x05unary\x12\x18\n\x07streams\x18\x02 \x01(\rR\x07streams\x12,\n\x12watches_per_caller\x18\x03 \x01(\rR\x10watchesPerCaller\x12\x39\n\x19health_watches_per_caller\x18\x04 \x01(\rR\x16healthWatchesPerCaller\x12\x34\n\x16reflections_per_caller\x18\x05 \x01(\rR\x14reflectionsPerCaller\x12,\n\x12locates_per_caller\x18\x06 \x01(\rR\x10locatesPerCaller\x12\x32\n\x15keepalives_per_caller\x18\x07 \x01(\rR\x13keepalivesPerCaller\"\xa2\x04\n\nRankLimits\x12&\n\x0fmax_frame_bytes\x18\x01 \x01(\rR\rmaxFrameBytes\x12\x1b\n\tmax_rooms\x18\x02 \x01(\rR\x08maxRooms\x12\x39\n\x19max_unclaimed_per_session\x18\x03 \x01(\rR\x16maxUnclaimedPerSession\x12#\n\rmax_unclaimed\x18\x04 \x01(\rR\x0cmaxUnclaimed\x12*\n\x11max_ended_records\x18\x05 \x01(\rR\x0fmaxEndedRecords\x12*\n\x11max_known_streams\x18\x06 \x01(\rR\x0fmaxKnownStreams\x12$\n\x0emax_held_pages\x18\x07 \x01(\rR\x0cmaxHeldPages\x12-\n\x13max_chunks_per_room\x18\x08 \x01(\rR\x10maxChunksPerRoom\x12\"\n\rmax_aux_bytes\x18\t \x01(\rR\x0bmaxAuxBytes\x12,\n\x12max_unknown_writes\x18\n \x01(\rR\x10maxUnknownWrites\x12\x38\n\x19max_peer_writes_in_flight\x18\x0b \x01(\rR\x15maxPeerWritesInFlight\x12\x36\n\x18max_peer_bytes_in_flight\x18\x0c \x01(\rR\x14maxPeerBytesInFlight\"\xd2\x01\n\x0eRegistryLimits\x12\"\n\rmax_page_size\x18\x01 \x01(\rR\x0bmaxPageSize\x12/\n\x14max_rows_per_request\x18\x02 \x01(\rR\x11maxRowsPerRequest\x12\x33\n\x16max_leases_per_request\x18\x03 \x01(\rR\x13maxLeasesPerRequest\x12\x36\n\tlease_ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationR\x08leaseTtl\"\xb7\x01\n\x0bIndexLimits\x12(\n\x10max_score_blocks\x18\x01 \x01(\rR\x0emaxScoreBlocks\x12(\n\x10max_score_tokens\x18\x02 \x01(\rR\x0emaxScoreTokens\x12*\n\x11max_score_prompts\x18\x03 \x01(\rR\x0fmaxScorePrompts\x12(\n\x10max_plan_prompts\x18\x04 \x01(\rR\x0emaxPlanPrompts\"?\n\x0c\x44rainRequest\x12/\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationR\x05grace\"H\n\rDrainResponse\x12\x18\n\x07\x64rained\x18\x01 \x01(\x08R\x07\x64rained\x12\x1d\n\nopen_rooms\x18\x02 \x01(\rR\topenRooms*\x9f\x01\n\rSettingSource\x12\x1e\n\x1aSETTING_SOURCE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SETTING_SOURCE_DEFAULT\x10\x01\x12\x17\n\x13SETTING_SOURCE_FILE\x10\x02\x12\x1e\n\x1aSETTING_SOURCE_ENVIRONMENT\x10\x03\x12\x19\n\x15SETTING_SOURCE_ENGINE\x10\x04*\xde\x01\n\x11RegistrationState\x12\"\n\x1eREGISTRATION_STATE_UNSPECIFIED\x10\x00\x12\x1f\n\x1bREGISTRATION_STATE_STARTING\x10\x01\x12!\n\x1dREGISTRATION_STATE_REGISTERED\x10\x02\x12\x1f\n\x1bREGISTRATION_STATE_RETRYING\x10\x03\x12!\n\x1dREGISTRATION_STATE_SUPERSEDED\x10\x04\x12\x1d\n\x19REGISTRATION_STATE_CLOSED\x10\x05\x32\xa9\x01\n\rServerService\x12W\n\rGetServerInfo\x12\x1f.kvgrpc.v1.GetServerInfoRequest\x1a .kvgrpc.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12?\n\x05\x44rain\x12\x17.kvgrpc.v1.DrainRequest\x1a\x18.kvgrpc.v1.DrainResponse\"\x03\x90\x02\x02\x42?\n\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,28 +35,42 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvgrpc.v1.server_service_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\rdev.kvgrpc.v1P\001Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\252\002\tKvgrpc.V1'
+  _globals['_GETSERVERINFORESPONSE_VERSIONSENTRY']._loaded_options = None
+  _globals['_GETSERVERINFORESPONSE_VERSIONSENTRY']._serialized_options = b'8\001'
   _globals['_SERVERSERVICE'].methods_by_name['GetServerInfo']._loaded_options = None
   _globals['_SERVERSERVICE'].methods_by_name['GetServerInfo']._serialized_options = b'\220\002\001'
   _globals['_SERVERSERVICE'].methods_by_name['Drain']._loaded_options = None
   _globals['_SERVERSERVICE'].methods_by_name['Drain']._serialized_options = b'\220\002\002'
+  _globals['_SETTINGSOURCE']._serialized_start=2968
+  _globals['_SETTINGSOURCE']._serialized_end=3127
+  _globals['_REGISTRATIONSTATE']._serialized_start=3130
+  _globals['_REGISTRATIONSTATE']._serialized_end=3352
   _globals['_GETSERVERINFOREQUEST']._serialized_start=134
   _globals['_GETSERVERINFOREQUEST']._serialized_end=156
   _globals['_GETSERVERINFORESPONSE']._serialized_start=159
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=473
-  _globals['_SERVERLIMITS']._serialized_start=476
-  _globals['_SERVERLIMITS']._serialized_end=679
-  _globals['_CALLLIMITS']._serialized_start=682
-  _globals['_CALLLIMITS']._serialized_end=999
-  _globals['_RANKLIMITS']._serialized_start=1002
-  _globals['_RANKLIMITS']._serialized_end=1548
-  _globals['_REGISTRYLIMITS']._serialized_start=1551
-  _globals['_REGISTRYLIMITS']._serialized_end=1761
-  _globals['_INDEXLIMITS']._serialized_start=1764
-  _globals['_INDEXLIMITS']._serialized_end=1905
-  _globals['_DRAINREQUEST']._serialized_start=1907
-  _globals['_DRAINREQUEST']._serialized_end=1970
-  _globals['_DRAINRESPONSE']._serialized_start=1972
-  _globals['_DRAINRESPONSE']._serialized_end=2044
-  _globals['_SERVERSERVICE']._serialized_start=2047
-  _globals['_SERVERSERVICE']._serialized_end=2216
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=874
+  _globals['_GETSERVERINFORESPONSE_VERSIONSENTRY']._serialized_start=809
+  _globals['_GETSERVERINFORESPONSE_VERSIONSENTRY']._serialized_end=868
+  _globals['_SETTING']._serialized_start=876
+  _globals['_SETTING']._serialized_end=977
+  _globals['_PORTSECURITY']._serialized_start=980
+  _globals['_PORTSECURITY']._serialized_end=1163
+  _globals['_REGISTRATIONINFO']._serialized_start=1166
+  _globals['_REGISTRATIONINFO']._serialized_end=1352
+  _globals['_SERVERLIMITS']._serialized_start=1355
+  _globals['_SERVERLIMITS']._serialized_end=1558
+  _globals['_CALLLIMITS']._serialized_start=1561
+  _globals['_CALLLIMITS']._serialized_end=1878
+  _globals['_RANKLIMITS']._serialized_start=1881
+  _globals['_RANKLIMITS']._serialized_end=2427
+  _globals['_REGISTRYLIMITS']._serialized_start=2430
+  _globals['_REGISTRYLIMITS']._serialized_end=2640
+  _globals['_INDEXLIMITS']._serialized_start=2643
+  _globals['_INDEXLIMITS']._serialized_end=2826
+  _globals['_DRAINREQUEST']._serialized_start=2828
+  _globals['_DRAINREQUEST']._serialized_end=2891
+  _globals['_DRAINRESPONSE']._serialized_start=2893
+  _globals['_DRAINRESPONSE']._serialized_end=2965
+  _globals['_SERVERSERVICE']._serialized_start=3355
+  _globals['_SERVERSERVICE']._serialized_end=3524
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvgrpc.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -20,6 +21,74 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _SettingSource:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SettingSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SettingSource.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SETTING_SOURCE_UNSPECIFIED: _SettingSource.ValueType  # 0
+    """Never sent."""
+    SETTING_SOURCE_DEFAULT: _SettingSource.ValueType  # 1
+    """Nobody said anything else."""
+    SETTING_SOURCE_FILE: _SettingSource.ValueType  # 2
+    """The TOML file that KVGRPC_CONFIG names."""
+    SETTING_SOURCE_ENVIRONMENT: _SettingSource.ValueType  # 3
+    """A variable KVGRPC_... of the environment."""
+    SETTING_SOURCE_ENGINE: _SettingSource.ValueType  # 4
+    """The engine's own code or command line."""
+
+class SettingSource(_SettingSource, metaclass=_SettingSourceEnumTypeWrapper):
+    """Where a setting comes from."""
+
+SETTING_SOURCE_UNSPECIFIED: SettingSource.ValueType  # 0
+"""Never sent."""
+SETTING_SOURCE_DEFAULT: SettingSource.ValueType  # 1
+"""Nobody said anything else."""
+SETTING_SOURCE_FILE: SettingSource.ValueType  # 2
+"""The TOML file that KVGRPC_CONFIG names."""
+SETTING_SOURCE_ENVIRONMENT: SettingSource.ValueType  # 3
+"""A variable KVGRPC_... of the environment."""
+SETTING_SOURCE_ENGINE: SettingSource.ValueType  # 4
+"""The engine's own code or command line."""
+Global___SettingSource: _TypeAlias = SettingSource  # noqa: Y015
+
+class _RegistrationState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RegistrationStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RegistrationState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REGISTRATION_STATE_UNSPECIFIED: _RegistrationState.ValueType  # 0
+    """Never sent."""
+    REGISTRATION_STATE_STARTING: _RegistrationState.ValueType  # 1
+    """It registers for the first time."""
+    REGISTRATION_STATE_REGISTERED: _RegistrationState.ValueType  # 2
+    """The registry has its rows, and their leases are renewed."""
+    REGISTRATION_STATE_RETRYING: _RegistrationState.ValueType  # 3
+    """The registry is away, or does not know the leases; it comes back by itself, and hand-offs go on meanwhile."""
+    REGISTRATION_STATE_SUPERSEDED: _RegistrationState.ValueType  # 4
+    """Newer incarnations took all rows over: the process must be stopped."""
+    REGISTRATION_STATE_CLOSED: _RegistrationState.ValueType  # 5
+    """It deregistered: drained, or about to end."""
+
+class RegistrationState(_RegistrationState, metaclass=_RegistrationStateEnumTypeWrapper):
+    """What the registration of a process is at."""
+
+REGISTRATION_STATE_UNSPECIFIED: RegistrationState.ValueType  # 0
+"""Never sent."""
+REGISTRATION_STATE_STARTING: RegistrationState.ValueType  # 1
+"""It registers for the first time."""
+REGISTRATION_STATE_REGISTERED: RegistrationState.ValueType  # 2
+"""The registry has its rows, and their leases are renewed."""
+REGISTRATION_STATE_RETRYING: RegistrationState.ValueType  # 3
+"""The registry is away, or does not know the leases; it comes back by itself, and hand-offs go on meanwhile."""
+REGISTRATION_STATE_SUPERSEDED: RegistrationState.ValueType  # 4
+"""Newer incarnations took all rows over: the process must be stopped."""
+REGISTRATION_STATE_CLOSED: RegistrationState.ValueType  # 5
+"""It deregistered: drained, or about to end."""
+Global___RegistrationState: _TypeAlias = RegistrationState  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):
@@ -44,6 +113,26 @@ class GetServerInfoResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class VersionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     VERSION_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
@@ -52,6 +141,12 @@ class GetServerInfoResponse(_message.Message):
     START_TIME_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    SECURITY_FIELD_NUMBER: _builtins.int
+    REGISTRATION_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    DATA_PLANE_ENDPOINTS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of kvgrpc."""
     role: _common_pb2.Role.ValueType
@@ -76,6 +171,32 @@ class GetServerInfoResponse(_message.Message):
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """When it started."""
 
+    @_builtins.property
+    def settings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Setting]:
+        """Settings of a rank in force, by name. Told to operators, and where nobody has to prove who calls."""
+
+    @_builtins.property
+    def security(self) -> Global___PortSecurity:
+        """How its port is protected."""
+
+    @_builtins.property
+    def registration(self) -> Global___RegistrationInfo:
+        """The registry as seen from here; absent where this registers nowhere."""
+
+    @_builtins.property
+    def versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Versions of what it runs on, by name: python, grpcio, protobuf, and torch, sglang, vllm and others where they are
+        loaded.
+        """
+
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """Now, by this host's clock."""
+
+    @_builtins.property
+    def data_plane_endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where peers reach its data plane, each "host:port"; none where that is of this host alone."""
+
     def __init__(
         self,
         *,
@@ -87,14 +208,122 @@ class GetServerInfoResponse(_message.Message):
         start_time: _timestamp_pb2.Timestamp | None = ...,
         draining: _builtins.bool = ...,
         pid: _builtins.int = ...,
+        settings: _abc.Iterable[Global___Setting] | None = ...,
+        security: Global___PortSecurity | None = ...,
+        registration: Global___RegistrationInfo | None = ...,
+        versions: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        data_plane_endpoints: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "rank", b"rank", "start_time", b"start_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "rank", b"rank", "registration", b"registration", "security", b"security", "start_time", b"start_time", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "limits", b"limits", "pid", b"pid", "rank", b"rank", "role", b"role", "services", b"services", "start_time", b"start_time", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane_endpoints", b"data_plane_endpoints", "draining", b"draining", "limits", b"limits", "pid", b"pid", "rank", b"rank", "registration", b"registration", "role", b"role", "security", b"security", "services", b"services", "settings", b"settings", "start_time", b"start_time", "time", b"time", "version", b"version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
+
+@_typing.final
+class Setting(_message.Message):
+    """A setting in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """As in docs/operations.md; parts of a table with a dot between: "timing.idle_timeout"."""
+    value: _builtins.str
+    """As text; of a secret "set"."""
+    source: Global___SettingSource.ValueType
+    """Who said so."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.str = ...,
+        source: Global___SettingSource.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "source", b"source", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Setting: _TypeAlias = Setting  # noqa: Y015
+
+@_typing.final
+class PortSecurity(_message.Message):
+    """How a port is protected."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TLS_FIELD_NUMBER: _builtins.int
+    CLIENT_CERTIFICATES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_END_TIME_FIELD_NUMBER: _builtins.int
+    tls: _builtins.bool
+    """Connections are encrypted."""
+    client_certificates: _builtins.bool
+    """Clients must have a certificate."""
+    tokens: _builtins.bool
+    """Callers must have a token."""
+    @_builtins.property
+    def certificate_end_time(self) -> _timestamp_pb2.Timestamp:
+        """When the server's certificate ends. Absent without one."""
+
+    def __init__(
+        self,
+        *,
+        tls: _builtins.bool = ...,
+        client_certificates: _builtins.bool = ...,
+        tokens: _builtins.bool = ...,
+        certificate_end_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["certificate_end_time", b"certificate_end_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_end_time", b"certificate_end_time", "client_certificates", b"client_certificates", "tls", b"tls", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PortSecurity: _TypeAlias = PortSecurity  # noqa: Y015
+
+@_typing.final
+class RegistrationInfo(_message.Message):
+    """A registry, as seen by who registers there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    AWAY_SINCE_FIELD_NUMBER: _builtins.int
+    LAST_ERROR_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """Its address, of several replicas the one in use."""
+    state: Global___RegistrationState.ValueType
+    """What it is at."""
+    last_error: _builtins.str
+    """Why, as the last call said."""
+    @_builtins.property
+    def away_since(self) -> _timestamp_pb2.Timestamp:
+        """Where it is away: since when, by this host's clock."""
+
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        state: Global___RegistrationState.ValueType = ...,
+        away_since: _timestamp_pb2.Timestamp | None = ...,
+        last_error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["away_since", b"away_since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "away_since", b"away_since", "last_error", b"last_error", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegistrationInfo: _TypeAlias = RegistrationInfo  # noqa: Y015
 
 @_typing.final
 class ServerLimits(_message.Message):
@@ -295,22 +524,26 @@ class IndexLimits(_message.Message):
     MAX_SCORE_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_SCORE_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_SCORE_PROMPTS_FIELD_NUMBER: _builtins.int
+    MAX_PLAN_PROMPTS_FIELD_NUMBER: _builtins.int
     max_score_blocks: _builtins.int
     """Blocks of one Score, of all its prompts."""
     max_score_tokens: _builtins.int
     """Tokens of one Score, of all its prompts."""
     max_score_prompts: _builtins.int
     """Prompts of one Score."""
+    max_plan_prompts: _builtins.int
+    """Prompts of one Plan; blocks and tokens are bounded as those of a Score."""
     def __init__(
         self,
         *,
         max_score_blocks: _builtins.int = ...,
         max_score_tokens: _builtins.int = ...,
         max_score_prompts: _builtins.int = ...,
+        max_plan_prompts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_score_blocks", b"max_score_blocks", "max_score_prompts", b"max_score_prompts", "max_score_tokens", b"max_score_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_plan_prompts", b"max_plan_prompts", "max_score_blocks", b"max_score_blocks", "max_score_prompts", b"max_score_prompts", "max_score_tokens", b"max_score_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -52,7 +52,7 @@ class ServerServiceServicer(object):
     """
 
     def GetServerInfo(self, request, context):
-        """Says who this is, since when, what it serves and its limits.
+        """Says who this is, since when, what it serves, its limits, and what it runs on; to an operator also its settings.
         Roles: rank, consumer, operator. Errors: none of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -34,7 +34,7 @@ class ServerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ServerServiceAsyncStub: ...
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_server_service_pb2.GetServerInfoRequest, _server_service_pb2.GetServerInfoResponse]
-    """Says who this is, since when, what it serves and its limits.
+    """Says who this is, since when, what it serves, its limits, and what it runs on; to an operator also its settings.
     Roles: rank, consumer, operator. Errors: none of its own.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_server_service_pb2.DrainRequest, _server_service_pb2.DrainResponse]
@@ -49,7 +49,7 @@ class ServerServiceAsyncStub(ServerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_server_service_pb2.GetServerInfoRequest, _server_service_pb2.GetServerInfoResponse]  # type: ignore[assignment]
-    """Says who this is, since when, what it serves and its limits.
+    """Says who this is, since when, what it serves, its limits, and what it runs on; to an operator also its settings.
     Roles: rank, consumer, operator. Errors: none of its own.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_server_service_pb2.DrainRequest, _server_service_pb2.DrainResponse]  # type: ignore[assignment]
@@ -67,7 +67,7 @@ class ServerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _server_service_pb2.GetServerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_server_service_pb2.GetServerInfoResponse, _abc.Awaitable[_server_service_pb2.GetServerInfoResponse]]:
-        """Says who this is, since when, what it serves and its limits.
+        """Says who this is, since when, what it serves, its limits, and what it runs on; to an operator also its settings.
         Roles: rank, consumer, operator. Errors: none of its own.
         """
 

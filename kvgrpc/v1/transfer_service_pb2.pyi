@@ -570,6 +570,8 @@ class Session(_message.Message):
     IDLE_TIME_FIELD_NUMBER: _builtins.int
     PENDING_ROOMS_FIELD_NUMBER: _builtins.int
     SILENT_SINCE_FIELD_NUMBER: _builtins.int
+    SINCE_START_FIELD_NUMBER: _builtins.int
+    LAST_MINUTE_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """Where the other side listens; at prefill, which does not dial, from where it calls, while a stream stands."""
     state: Global___SessionState.ValueType
@@ -592,6 +594,14 @@ class Session(_message.Message):
     def silent_since(self) -> _timestamp_pb2.Timestamp:
         """Where it is silent: since when, by this host's clock."""
 
+    @_builtins.property
+    def since_start(self) -> Global___HandOffFigures:
+        """Its hand-offs that ended, since the pair stands."""
+
+    @_builtins.property
+    def last_minute(self) -> Global___HandOffFigures:
+        """Those of the last 50 to 60 seconds."""
+
     def __init__(
         self,
         *,
@@ -603,14 +613,67 @@ class Session(_message.Message):
         idle_time: _duration_pb2.Duration | None = ...,
         pending_rooms: _builtins.int = ...,
         silent_since: _timestamp_pb2.Timestamp | None = ...,
+        since_start: Global___HandOffFigures | None = ...,
+        last_minute: Global___HandOffFigures | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["idle_time", b"idle_time", "peer", b"peer", "silent_since", b"silent_since"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["idle_time", b"idle_time", "last_minute", b"last_minute", "peer", b"peer", "silent_since", b"silent_since", "since_start", b"since_start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "idle_time", b"idle_time", "peer", b"peer", "pending_rooms", b"pending_rooms", "rooms", b"rooms", "silent_since", b"silent_since", "state", b"state", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "idle_time", b"idle_time", "last_minute", b"last_minute", "peer", b"peer", "pending_rooms", b"pending_rooms", "rooms", b"rooms", "silent_since", b"silent_since", "since_start", b"since_start", "state", b"state", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Session: _TypeAlias = Session  # noqa: Y015
+
+@_typing.final
+class HandOffFigures(_message.Message):
+    """What hand-offs came to, for people. A hand-off of several parts counts at each of its pairs, with an equal share of its
+    bytes.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUCCEEDED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    P50_FIELD_NUMBER: _builtins.int
+    P99_FIELD_NUMBER: _builtins.int
+    GIGABYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    succeeded: _builtins.int
+    """Went well."""
+    failed: _builtins.int
+    """Failed, or were cancelled."""
+    bytes: _builtins.int
+    """Of the pages of those that went well."""
+    gigabytes_per_second: _builtins.float
+    """Bytes over the sum of the times in which pages of one hand-off moved, in 10^9 a second: the speed of one hand-off, not
+    of all at once. At prefill that is the data plane and, between chunks, the computing; at decode also the time until
+    prefill had computed.
+    """
+    @_builtins.property
+    def p50(self) -> _duration_pb2.Duration:
+        """Half of them took no longer, from the engine's handle to SUCCESS, to within 5 %. Absent before the first."""
+
+    @_builtins.property
+    def p99(self) -> _duration_pb2.Duration:
+        """99 of 100 took no longer. Absent before the first."""
+
+    def __init__(
+        self,
+        *,
+        succeeded: _builtins.int = ...,
+        failed: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        p50: _duration_pb2.Duration | None = ...,
+        p99: _duration_pb2.Duration | None = ...,
+        gigabytes_per_second: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["p50", b"p50", "p99", b"p99"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "failed", b"failed", "gigabytes_per_second", b"gigabytes_per_second", "p50", b"p50", "p99", b"p99", "succeeded", b"succeeded"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOffFigures: _TypeAlias = HandOffFigures  # noqa: Y015
 
 @_typing.final
 class RoomPart(_message.Message):
@@ -665,6 +728,8 @@ class Room(_message.Message):
     AGE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    HELD_PAGES_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
     room: _builtins.int
     """Chosen by the router."""
     attempt: _builtins.int
@@ -681,6 +746,8 @@ class Room(_message.Message):
     """True while an engine's handle is open."""
     traceparent: _builtins.str
     """W3C trace context of the request, where decode's engine gave one."""
+    held_pages: _builtins.int
+    """Pages that wait for evidence."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoomPart]:
         """What is known of each part."""
@@ -692,6 +759,10 @@ class Room(_message.Message):
     @_builtins.property
     def failure(self) -> _common_pb2.Failure:
         """The root cause, once FAILED."""
+
+    @_builtins.property
+    def end(self) -> Global___HandOffEnd:
+        """How it came to its end, once SUCCESS, while it is among the last 256 of this rank."""
 
     def __init__(
         self,
@@ -707,14 +778,66 @@ class Room(_message.Message):
         age: _duration_pb2.Duration | None = ...,
         failure: _common_pb2.Failure | None = ...,
         traceparent: _builtins.str = ...,
+        held_pages: _builtins.int = ...,
+        end: Global___HandOffEnd | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "failure", b"failure"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "end", b"end", "failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "attempt", b"attempt", "failure", b"failure", "held", b"held", "local_handle", b"local_handle", "pages", b"pages", "parts", b"parts", "role", b"role", "room", b"room", "state", b"state", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "attempt", b"attempt", "end", b"end", "failure", b"failure", "held", b"held", "held_pages", b"held_pages", "local_handle", b"local_handle", "pages", b"pages", "parts", b"parts", "role", b"role", "room", b"room", "state", b"state", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Room: _TypeAlias = Room  # noqa: Y015
+
+@_typing.final
+class HandOffEnd(_message.Message):
+    """How a hand-off that went well came to its end, for people."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    BOOTSTRAP_TIME_FIELD_NUMBER: _builtins.int
+    WAIT_TIME_FIELD_NUMBER: _builtins.int
+    TRANSFER_TIME_FIELD_NUMBER: _builtins.int
+    GIGABYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    bytes: _builtins.int
+    """Of its pages here."""
+    gigabytes_per_second: _builtins.float
+    """Bytes over transfer_time, in 10^9 a second."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When, by this host's clock."""
+
+    @_builtins.property
+    def bootstrap_time(self) -> _duration_pb2.Duration:
+        """From the engine's handle until both sides were known."""
+
+    @_builtins.property
+    def wait_time(self) -> _duration_pb2.Duration:
+        """From then until there were pages to move: at decode the engine's destination, at prefill the first that were computed."""
+
+    @_builtins.property
+    def transfer_time(self) -> _duration_pb2.Duration:
+        """From then until all had moved and the end was known here."""
+
+    def __init__(
+        self,
+        *,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        bytes: _builtins.int = ...,
+        bootstrap_time: _duration_pb2.Duration | None = ...,
+        wait_time: _duration_pb2.Duration | None = ...,
+        transfer_time: _duration_pb2.Duration | None = ...,
+        gigabytes_per_second: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bootstrap_time", b"bootstrap_time", "time", b"time", "transfer_time", b"transfer_time", "wait_time", b"wait_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap_time", b"bootstrap_time", "bytes", b"bytes", "gigabytes_per_second", b"gigabytes_per_second", "time", b"time", "transfer_time", b"transfer_time", "wait_time", b"wait_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOffEnd: _TypeAlias = HandOffEnd  # noqa: Y015
 
 @_typing.final
 class ListSessionsRequest(_message.Message):
@@ -781,6 +904,7 @@ class ListRoomsRequest(_message.Message):
     STATES_FIELD_NUMBER: _builtins.int
     HELD_ONLY_FIELD_NUMBER: _builtins.int
     NEWEST_FAILED_FIELD_NUMBER: _builtins.int
+    SLOWEST_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """At most this many; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
@@ -789,6 +913,8 @@ class ListRoomsRequest(_message.Message):
     """True for only those whose pages are held."""
     newest_failed: _builtins.bool
     """True for the rooms that failed last, the newest first: one page, without states, held_only and token."""
+    slowest: _builtins.bool
+    """True for the last 256 that went well, the slowest first: one page, without states, held_only, newest_failed and token."""
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[Global___RoomState.ValueType]:
         """Only rooms in one of these states; none: all."""
@@ -801,10 +927,11 @@ class ListRoomsRequest(_message.Message):
         states: _abc.Iterable[Global___RoomState.ValueType] | None = ...,
         held_only: _builtins.bool = ...,
         newest_failed: _builtins.bool = ...,
+        slowest: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_only", b"held_only", "newest_failed", b"newest_failed", "page_size", b"page_size", "page_token", b"page_token", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_only", b"held_only", "newest_failed", b"newest_failed", "page_size", b"page_size", "page_token", b"page_token", "slowest", b"slowest", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -822,7 +949,7 @@ class ListRoomsResponse(_message.Message):
     next_page_token: _builtins.str
     """Empty at the end of the list."""
     total: _builtins.int
-    """Rooms there are, of every state, and the last that failed."""
+    """Rooms there are, of every state, the last that went well or failed among them."""
     @_builtins.property
     def rooms(self) -> _containers.RepeatedCompositeFieldContainer[Global___Room]:
         """Ordered by room and attempt."""

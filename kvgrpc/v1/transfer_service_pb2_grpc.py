@@ -103,8 +103,8 @@ class TransferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRooms(self, request, context):
-        """Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
-        that failed stay. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
+        """Lists the rooms of this rank, paged, ordered by room and attempt. The last 256 that went well stay, and the last 256
+        that failed. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
         Roles: rank, operator. Errors: INVALID_REQUEST.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -47,8 +47,8 @@ class TransferServiceStub:
     Roles: rank, operator. Errors: INVALID_REQUEST.
     """
     ListRooms: _grpc.UnaryUnaryMultiCallable[_transfer_service_pb2.ListRoomsRequest, _transfer_service_pb2.ListRoomsResponse]
-    """Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
-    that failed stay. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
+    """Lists the rooms of this rank, paged, ordered by room and attempt. The last 256 that went well stay, and the last 256
+    that failed. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
     Roles: rank, operator. Errors: INVALID_REQUEST.
     """
     GetRoom: _grpc.UnaryUnaryMultiCallable[_transfer_service_pb2.GetRoomRequest, _transfer_service_pb2.GetRoomResponse]
@@ -93,8 +93,8 @@ class TransferServiceAsyncStub(TransferServiceStub):
     Roles: rank, operator. Errors: INVALID_REQUEST.
     """
     ListRooms: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.ListRoomsRequest, _transfer_service_pb2.ListRoomsResponse]  # type: ignore[assignment]
-    """Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
-    that failed stay. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
+    """Lists the rooms of this rank, paged, ordered by room and attempt. The last 256 that went well stay, and the last 256
+    that failed. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
     Roles: rank, operator. Errors: INVALID_REQUEST.
     """
     GetRoom: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.GetRoomRequest, _transfer_service_pb2.GetRoomResponse]  # type: ignore[assignment]
@@ -154,8 +154,8 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transfer_service_pb2.ListRoomsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transfer_service_pb2.ListRoomsResponse, _abc.Awaitable[_transfer_service_pb2.ListRoomsResponse]]:
-        """Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
-        that failed stay. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
+        """Lists the rooms of this rank, paged, ordered by room and attempt. The last 256 that went well stay, and the last 256
+        that failed. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
         Roles: rank, operator. Errors: INVALID_REQUEST.
         """
 

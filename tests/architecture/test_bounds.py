@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.rpc.interceptors import ALLOWED, CallLimits
-from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, largest_request
+from kvgrpc.rpc.methods import largest_request
+from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES
 from kvgrpc.transfer.protocol.types import Bounds
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text()

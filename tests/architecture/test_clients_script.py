@@ -16,7 +16,7 @@ def run(tmp_path: Path, **bodies: str) -> subprocess.CompletedProcess[str]:
     folder = tmp_path / ".ci"
     folder.mkdir()
     shutil.copy(SCRIPT, folder)
-    for language in ("go", "rust", "typescript"):
+    for language in ("go", "rust", "typescript", "java", "cpp", "scenarios"):
         path = folder / language
         path.write_text(f"#!/bin/sh\n{bodies.get(language, 'echo ok')}\n")
         path.chmod(0o755)
@@ -24,16 +24,19 @@ def run(tmp_path: Path, **bodies: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_all_are_named(tmp_path: Path) -> None:
-    assert run(tmp_path).stdout.splitlines() == ["kvgrpc clients: OK (go rust typescript)"]
+    assert run(tmp_path).stdout.splitlines() == ["kvgrpc clients: OK (python go rust typescript java cpp)"]
 
 
 def test_one_without_tools_is_said_to_be_skipped(tmp_path: Path) -> None:
     done = run(tmp_path, rust="echo 'clients/rust: not checked, there is no cargo here'")
-    assert done.stdout.splitlines() == ["kvgrpc clients: skipped (rust)", "kvgrpc clients: OK (go typescript)"]
+    assert done.stdout.splitlines() == [
+        "kvgrpc clients: skipped (rust)",
+        "kvgrpc clients: OK (python go typescript java cpp)",
+    ]
     assert "there is no cargo here" in done.stderr and done.returncode == 0
 
 
-@pytest.mark.parametrize("language", ["go", "rust", "typescript"])
+@pytest.mark.parametrize("language", ["go", "rust", "typescript", "java", "cpp", "scenarios"])
 def test_one_that_fails_fails_all(tmp_path: Path, language: str) -> None:
     done = run(tmp_path, **{language: "exit 3"})
     assert done.returncode == 3 and "OK" not in done.stdout

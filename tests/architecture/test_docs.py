@@ -35,12 +35,32 @@ def test_a_walk_has_at_most_twelve_files_and_they_exist(name: str, base: str, fi
     assert len(set(files)) <= MOST_FILES
 
 
+def listed_rules() -> list[tuple[str, str]]:
+    """(number, where the rule is) of each line in the list of docs/session.md."""
+    return re.findall(r"^\| (\d+) \| \[[^]]+\]\(([^)]+)\)", (ROOT / "docs" / "session.md").read_text(), re.MULTILINE)
+
+
+def test_each_rule_of_a_session_stands_once_under_its_number() -> None:
+    """Comments cite rules by number and name, so a number never changes its rule."""
+    headings = {
+        heading: f"session/{page.name}"
+        for page in (ROOT / "docs" / "session").glob("*.md")
+        for heading in re.findall(r"^## (\d+\. .+)$", page.read_text(), re.MULTILINE)
+    }
+    listed = [number for number, _ in listed_rules()]
+    assert listed == [str(number) for number in range(1, 17)]
+    assert sorted(int(heading.split(".")[0]) for heading in headings) == list(range(1, 17))
+    by_number = {heading.split(".")[0]: page for heading, page in headings.items()}
+    assert [(number, place.split("#")[0]) for number, place in listed_rules()] == [
+        (number, by_number[number]) for number in listed
+    ]
+
+
 def test_every_rule_of_a_session_is_found_from_the_readme_of_transfer() -> None:
     """By file, and by a function or class that is there."""
     table = re.split(r"^## ", TRANSFER.split("## Where each rule is")[1], flags=re.MULTILINE)[0]
     rules = re.findall(r"^\| (\d+), ", table, re.MULTILINE)
-    in_session = re.findall(r"^(\d+)\. \*\*", (ROOT / "docs" / "session.md").read_text(), re.MULTILINE)
-    assert rules == in_session
+    assert rules == [number for number, _ in listed_rules()]
     for names in re.findall(r"`([\w/]+\.py)`((?: \(?(?:a )?`\w+`,?)*)", table):
         file, functions = names
         bases = ("kvgrpc/transfer/protocol", "kvgrpc/transfer", "kvgrpc")
@@ -56,9 +76,9 @@ def test_files_that_the_readme_of_transfer_names_exist() -> None:
     assert missing == set()
 
 
-def test_tests_that_the_page_of_events_names_exist() -> None:
+def test_tests_that_the_pages_of_events_name_exist() -> None:
     """Above all those of its table of the engines' defects: a promise without its test is none."""
-    page = (ROOT / "docs" / "events.md").read_text()
+    page = "".join((ROOT / "docs" / place / "events.md").read_text() for place in ("", "lab", "lessons"))
     tests = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     named = set(re.findall(r"`(test_\w+)`", page))
     defined = {name for text in tests.values() for name in re.findall(r"def (test_\w+)\(", text)}
@@ -97,7 +117,7 @@ def assert_names_tests_that_exist(cell: str) -> None:
 
 def test_each_defect_of_the_prefetching_seed_names_tests_that_exist() -> None:
     """By a letter for their files, or a file's name, and for each of these by a part of the name of a test or class."""
-    section = (ROOT / "docs" / "prefetch.md").read_text().split("## What the seed did, and what we do")[1]
+    section = (ROOT / "docs" / "lessons" / "prefetch.md").read_text().split("## What the seed did, and what we do")[1]
     before, table = section.split("\n## ")[0].split("| # |")
     paths = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda path: "prefetch" in str(path.relative_to(ROOT)))
     files = {path.name: path for path in paths}  # of two with one name that of prefetch
@@ -118,7 +138,7 @@ def test_each_defect_of_the_prefetching_seed_names_tests_that_exist() -> None:
 
 
 def test_each_case_of_a_session_names_its_tests() -> None:
-    cases = (ROOT / "docs" / "session.md").read_text().split("## Cases")[1].split("\n## ")[0]
+    cases = (ROOT / "docs" / "session" / "cases.md").read_text()
     rows = [line for line in cases.splitlines() if line.startswith("| ")][1:]
     text = "".join(
         (ROOT / "tests" / "simulation" / file).read_text()

@@ -47,6 +47,7 @@ IMPORTERS = {
 PURE = (
     *(
         "kvgrpc/errors.py",
+        "kvgrpc/fields.py",
         "kvgrpc/arrays.py",
         "kvgrpc/model.py",
         "kvgrpc/net.py",

@@ -34,6 +34,10 @@ WORDS = {
     ),
     *("tier", "pool", "page set", "log", "digest", "source", "staging", "holder", "taker", "audience"),
 }
+LONGEST_LINE = 200
+INSTRUCTIONS = ("Start", "Engines", "Operate", "Consume")
+MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
+DIARY = re.compile(rf"\btest_\w+|\d+ (?:{MONTHS})\b|\b20\d\d-\d\d-\d\d\b|busy machine|load of \d")
 FAILED = (DOCS / "my-room-failed.md").read_text()
 QUESTIONS = ("Means", "Retry", "Look", "Act")
 # With which no room fails: those of registrations, of events, of calls without a deadline, of the cache, of stores.
@@ -68,6 +72,28 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
             if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
                 lost.append(link)
     assert lost == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_line_of_prose_is_long(page: Path) -> None:
+    """A paragraph of one line is written to be stored, not to be read. Rows of tables cannot be broken."""
+    prose = [line for line in without_code(page.read_text()).splitlines() if not line.startswith(("|", "!["))]
+    assert [line[:60] for line in prose if len(line) > LONGEST_LINE] == []
+
+
+def pages_of_instructions() -> list[Path]:
+    """What the list by reader has under Start, Engines, Operate and Consume."""
+    listed = (DOCS / "README.md").read_text()
+    groups = re.findall(r"^\*\*(\w+)\*\*: (?:.|\n)*?(?=^\*\*\w+\*\*: |\Z)", listed, re.MULTILINE)
+    texts = dict(zip(groups, re.split(r"^\*\*\w+\*\*: ", listed, flags=re.MULTILINE)[1:], strict=True))
+    names = [link for group in INSTRUCTIONS for link in LINK.findall(texts[group])]
+    return sorted({DOCS / name for name in names if re.fullmatch(r"[\w/-]+\.md", name)})
+
+
+@pytest.mark.parametrize("page", pages_of_instructions(), ids=lambda page: str(page.relative_to(DOCS)))
+def test_instructions_hold_no_diary(page: Path) -> None:
+    """Which test shows a thing, and what was measured on which day, stands in docs/lab and docs/lessons."""
+    assert DIARY.findall(page.read_text()) == []
 
 
 def test_every_page_of_docs_is_in_the_list_by_reader_exactly_once() -> None:

@@ -29,7 +29,7 @@ from tests.support.waiting import wait_until
 HALF, STUCK = 2**63 - 25, 4242
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/operations.md", "docs/engines/sglang.md")
+DOCUMENTS = ("README.md", "docs/operations.md", "docs/watch.md", "docs/engines/sglang.md")
 
 
 def documented_commands() -> list[str]:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -109,3 +116,67 @@ def test_a_fleet_whose_registry_does_not_answer_is_told_where_registries_come_fr
         code, _, err = kvgrpc(*command, "-s", "127.0.0.1:1", "--timeout", "0.5")
         assert code == 64 + 14 and "`kvgrpc serve registry` starts a registry" in err, err
         assert "lists where ranks listen" not in err
+
+
+def test_doctor_says_of_every_rank_whether_it_is_reached(kvgrpc: Run, registry: str) -> None:
+    code, out, _ = kvgrpc("doctor", "--fleet", "--json", "-s", registry, "--timeout", "2")
+    states = {line["what"].partition("/")[0]: line["state"] for line in map(json.loads, out.splitlines())}
+    assert code == 1
+    assert {name: state for name, state in states.items() if len(name) == 1} == {"P": "ok", "D": "ok", "X": "missing"}
+
+
+def test_doctor_looks_at_one_thing(kvgrpc: Run) -> None:
+    code, _, err = kvgrpc("doctor", "--fleet", "--engine", "vllm")
+    assert code == 2 and "give one of them" in err
+
+
+def test_top_in_a_terminal_filters_by_keys_and_ends_with_q(registry: str) -> None:
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "kvgrpc", "top", "-s", registry, "--every", "30", "--timeout", "2"]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "180", "LINES": "40"}
+    with subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment) as top:
+        os.close(end)
+        try:
+            seen = shown_until(terminal, b"ROOM_CANCELLED")
+            assert b"3 of 3 ranks" in seen and b"SERVING" in seen
+            os.write(terminal, b"/")
+            os.write(terminal, b"X")
+            shown_until(terminal, b"1 of 3 ranks")
+            os.write(terminal, b"\r")
+            os.write(terminal, b"q")
+            shown_until(terminal, b"\x1b[?1049l")  # the screen as it was
+            assert top.wait(20) == 0
+        finally:
+            top.kill()
+            os.close(terminal)
+
+
+def shown_until(terminal: int, wanted: bytes) -> bytes:
+    """What came on the terminal until ``wanted`` was there."""
+    seen, end = b"", time.monotonic() + 30.0
+    while wanted not in seen:
+        ready, _, _ = select.select([terminal], [], [], max(0.0, end - time.monotonic()))
+        assert ready, seen[-2000:]
+        seen += os.read(terminal, 65536)
+    return seen
+
+
+def test_a_row_whose_rank_is_gone_is_removed_and_one_that_is_not_there_is_wrong_usage(
+    kvgrpc: Run, registry: str
+) -> None:
+    gone = RankProcess("Y", "PREFILL", registry=registry).opened()
+    gone.kill()
+    code, out, _ = kvgrpc("deregister", "Y/dp0/pp0/cp0/tp0", "--yes", "-s", registry)
+    assert (code, "is removed" in out) == (0, True)
+    assert "Y/dp0" not in kvgrpc("ranks", "-s", registry)[1]
+    code, _, err = kvgrpc("deregister", "Y/dp0/pp0/cp0/tp0", "--yes", "-s", registry)
+    assert code == 78 and "WARMING_UP" in err, "the registry has stood for less than a lease"
+    code, _, err = kvgrpc("deregister", "P/dp0/pp0/cp0/tp7", "--yes", "-s", registry)
+    assert code == 2 and "no rank P/dp0/pp0/cp0/tp7 is registered" in err
+
+
+def test_who_removes_a_row_is_asked_first(kvgrpc: Run, registry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    code, out, _ = kvgrpc("deregister", "P/dp0/pp0/cp0/tp0", "-s", registry)
+    assert code == 130 and "remove P/dp0/pp0/cp0/tp0@" in out
+    assert kvgrpc("ranks", "P", "-s", registry)[1].count("P/dp0/pp0/cp0/tp0") == 1

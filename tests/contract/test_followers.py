@@ -210,6 +210,19 @@ async def test_the_end_that_live_frames_lost_is_read_again() -> None:
         assert (follower.counts.replays, follower.counts.snapshots) == (1, 1)
 
 
+async def test_an_endpoint_that_no_socket_takes_costs_the_live_frames_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """A publisher says it: it must not make the process that follows unhealthy for good."""
+    async with Publishing(**LIVE) as engine:
+        engine.publisher.stream.pub_endpoint = "tcp://engine-7"
+        async with EventFollower(engine.address, live=True) as follower:
+            for block in (1, 2, 3):
+                await engine.store([block])
+                await until(lambda: knows(follower, engine))
+            assert follower.counts.failures == 0
+    assert [record.message for record in caplog.records if "background task" in record.message] == []
+    assert any("no live frames from 'tcp://engine-7'" in record.message for record in caplog.records)
+
+
 async def test_nobody_there_is_said_and_tried_again() -> None:
     async with Publishing() as engine:
         await engine.hang_up()
@@ -486,6 +499,14 @@ class TestIndexService:
         assert not rest.next_page_token
         with pytest.raises(InvalidRequest, match="page_token"):
             await self.servicer.ListSources(pb.ListSourcesRequest(page_token="nonsense"), None)
+
+    async def test_a_state_that_nobody_knows_is_refused(self, client: Client) -> None:
+        """An answer without sources would say that no cache is followed."""
+        unknown: Any = 99
+        with pytest.raises(InvalidRequest) as refusal:
+            await client.list_sources(states=[pb.INDEX_SOURCE_STATE_CURRENT, unknown])
+        assert refusal.value.metadata["field"] == "states[1]"
+        assert "INDEX_SOURCE_STATE_CURRENT" in refusal.value.metadata["rule"]
 
     async def test_a_draining_index_says_so(self, client: Client) -> None:
         self.servicer.drain()

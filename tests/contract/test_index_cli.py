@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -248,12 +249,14 @@ def test_serve_index_says_where_it_listens_and_ends_on_sigterm(rank: RankHost) -
     )
     try:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith("metrics at ")
+        status = process.stdout.readline().removeprefix("metrics at ").strip()
         address = process.stdout.readline().removeprefix("kvgrpc index listens on ").strip()
         with SyncClient(address) as client:
             wait_until(lambda: [held_in(source, "GPU") for source in client.list_sources()] == [3])
-            assert client.health("kvgrpc.v1.IndexService") == "SERVING"
+            wait_until(lambda: client.health("kvgrpc.v1.IndexService") == "SERVING")
             assert "kvgrpc.v1.IndexService" in client.get_server_info().services
+        page = urllib.request.urlopen(f"http://{status}/readyz", timeout=10).read().decode()
+        assert "[+] 1 of 1 caches are current\n" in page
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -195,6 +196,32 @@ async def test_a_cache_that_takes_long_to_restore_is_followed_once(
             assert len(made) == 1
 
 
+async def test_an_index_that_ends_before_it_knows_all_again_keeps_what_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it knew already took the place of all that was saved: the next start read the other snapshots anew."""
+    path, restore = tmp_path / "index", CacheContents.restore
+    restoring: list[str] = []
+
+    def second_never(contents: CacheContents, saved: SavedCache) -> Iterator[None]:
+        restoring.append(saved.engine)
+        while len(restoring) == 2:
+            yield
+        yield from restore(contents, saved)
+
+    async with Publishing("a") as first, Publishing("b") as second:
+        await first.store([1, 2])
+        await second.store([1])
+        sources = [first.address, second.address]
+        async with PrefixIndex(sources=sources, saved=str(path)) as index:
+            await index.until_current(2)
+        before = path.read_bytes()
+        monkeypatch.setattr(CacheContents, "restore", second_never)
+        async with PrefixIndex(sources=sources, saved=str(path)) as index:
+            await until(lambda: len(restoring) == 2 and len(index.sources()) == 1)
+        assert path.read_bytes() == before
+
+
 async def test_a_cache_that_cannot_be_restored_is_followed_from_its_snapshot(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,3 +255,49 @@ async def test_a_damaged_file_costs_its_snapshots_and_nothing_else(
             assert [score.blocks for score in index.score([1])] == [1]
             assert index.sources()[0].counts.snapshots == 1
     assert "is no saved index" in caplog.text
+
+
+async def test_an_index_whose_file_hangs_starts_without_what_it_knew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "index"
+    os.mkfifo(path)  # whoever reads it waits for a writer
+    monkeypatch.setattr(prefix_index, "READ_SECONDS", 0.1)
+    async with Publishing("a") as engine:
+        await engine.store([1])
+        index = PrefixIndex(sources=[engine.address], saved=str(path))
+        await asyncio.wait_for(index.start(), 10)
+        await index.until_current(1)
+        assert [score.blocks for score in index.score([1])] == [1]
+        assert "is not read after 0.1 s" in caplog.text
+        path.write_bytes(b"")  # its thread goes
+        path.unlink()
+        await index.close()
+
+
+async def test_an_index_is_ready_once_it_knows_most_of_what_it_follows(served: Served) -> None:
+    """A router that is sent to one that begins would find nobody, and send every request to the wrong engine."""
+    async with Publishing("P") as engine:
+        await engine.store([1])
+        await engine.hang_up()
+        await served.register(publishing(engine.address))
+        async with PrefixIndex(registry=served.address) as index:
+            assert index.health() == "0 of 0 caches are current since the start"
+            await until(lambda: index.standing() == (0, 1))
+            assert index.health() == "0 of 1 caches are current since the start"
+            await engine.serve()
+            await until(lambda: index.health() is True)
+            assert index.standing() == (1, 1)
+            await engine.hang_up()
+            await until(lambda: index.standing() == (0, 1))
+            assert index.health() is True, "what it knew is of use while an engine is away"
+
+
+async def test_an_index_that_cannot_reach_its_fleet_is_ready_after_a_while(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await served.register(publishing("127.0.0.1:1"))
+    monkeypatch.setattr(prefix_index, "KNOWN_WITHIN_SECONDS", 0.5)
+    async with PrefixIndex(registry=served.address) as index:
+        await until(lambda: index.standing() == (0, 1))
+        await until(lambda: index.health() is True)

@@ -125,6 +125,20 @@ class TestWhatARankStandsOn:
         assert len(closed) == 1
 
 
+def test_a_rank_tells_its_settings_its_registry_and_that_nothing_protects_it(plane: Any) -> None:
+    rank = open_rank(config(plane, registry="embedded", lease_ttl=2.0))
+    with grpc.insecure_channel(rank.address) as channel:
+        info = ServerServiceStub(channel).GetServerInfo(server_pb.GetServerInfoRequest(), timeout=5)
+    rank.close(2.0)
+    told = {each.name: each.value for each in info.settings}
+    assert (told["registry"], told["lease_ttl"], told["token"]) == ("embedded", "2.0", "")
+    assert info.registration.address == rank.address
+    assert info.registration.state == server_pb.REGISTRATION_STATE_REGISTERED
+    assert not info.registration.HasField("away_since")
+    assert info.security == server_pb.PortSecurity()
+    assert info.versions["grpcio"] == grpc.__version__
+
+
 def test_the_limits_that_a_rank_tells_are_those_that_it_keeps(plane: Any) -> None:
     bounds, calls = Bounds(rooms=77, chunks_per_room=5), CallLimits(watches_per_caller=3)
     rank = open_rank(

@@ -28,7 +28,7 @@ from kvgrpc.errors import (
 )
 from kvgrpc.hashing import sglang_event_hash
 from kvgrpc.prefetch.config import PrefetchConfig
-from kvgrpc.prefetch.model import Short
+from kvgrpc.prefetch.model import NotEnoughPages
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
 from kvgrpc.prefetch.storage import open_backend
@@ -419,7 +419,7 @@ class TestTheCache:
         keeper.host = host = cache.manager.host
         hashes = hashes_of(prompt(10))
         computed = host.table.take(10)
-        assert not isinstance(computed, Short)
+        assert not isinstance(computed, NotEnoughPages)
         for page, each in zip(computed, hashes, strict=True):
             host.set_flat(int(page), bytes_of(each))
         host.table.commit(computed)
@@ -466,7 +466,7 @@ class EnginesTree:
     def leading(self, hashes: Sequence[str]) -> int:
         return next((index for index, each in enumerate(hashes) if each not in self.pages), len(hashes))
 
-    def reserve(self, count: int, behind: Sequence[str]) -> Pages | Short:
+    def reserve(self, count: int, behind: Sequence[str]) -> Pages | NotEnoughPages:
         return self.host.table.take(count)
 
     def keep(self, hashes: Sequence[str], covered: int, pages: Pages, extra_key: str) -> int:

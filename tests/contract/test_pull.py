@@ -137,8 +137,8 @@ def test_pages_that_are_evicted_between_question_and_answer_are_a_partial_prefet
     backend: Any = taker.rank._peers
     keys, real, count = backend._connected
 
-    def count_then_evict(asked: Any, timeout: float) -> Any:
-        answer = count(asked, timeout)
+    def count_then_evict(hashes: Any, timeout: float, without: Any, only: Any = None) -> Any:
+        answer = count(hashes, timeout, without, only)
         holder.evict()
         return answer
 
@@ -200,7 +200,7 @@ def refused(rank: CacheRank, **changes: Any) -> dict[str, str]:
         taker=rank_ref_to_pb(rank.rank.ref),
     )
     for field, value in changes.items():
-        owner: Any = request.identity if field in ("dtype", "page_tokens") else request
+        owner: Any = request.identity if field in pb.PageIdentity.DESCRIPTOR.fields_by_name else request
         owner.ClearField(field)
         getattr(owner, field).extend(value) if isinstance(value, list) else setattr(owner, field, value)
     with grpc.insecure_channel(rank.address) as channel, pytest.raises(grpc.RpcError) as error:
@@ -211,13 +211,23 @@ def refused(rank: CacheRank, **changes: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
+        ({"model": "another/model"}, "identity.model"),
+        ({"revision": "abc"}, "identity.revision"),
         ({"dtype": "float64"}, "identity.dtype"),
+        ({"layout": "of another engine"}, "identity.layout"),
+        ({"tp_size": 2}, "identity.tp_size"),
+        ({"tp_rank": 1, "tp_size": 2}, "identity.tp_rank"),
+        ({"pp_size": 2}, "identity.pp_size"),
+        ({"cp_size": 2}, "identity.cp_size"),
         ({"page_tokens": 5}, "identity.page_tokens"),
         ({"room": 0}, "room"),
         ({"room": 2**63}, "room"),
         ({"first_page": 1}, "first_page"),
         ({"page_hashes": [b"short"]}, "page_hashes[0]"),
         ({"page_hashes": [bytes(32)] * 65_537}, "page_hashes"),
+        ({"counted_prompt": b"short", "pages": 1}, "counted_prompt"),
+        ({"counted_prompt": bytes(32), "pages": 0}, "pages"),
+        ({"counted_prompt": bytes(32), "pages": 2, "first_page": 65_535}, "pages"),
     ],
 )
 def test_bad_input_is_refused_with_its_field(fleet: Fleet, changes: dict[str, Any], field: str) -> None:

@@ -157,6 +157,23 @@ def test_the_session_says_so_where_the_registry_lets_everybody_in(files: Files, 
         registry.close()
 
 
+def test_settings_are_told_to_operators_alone_and_no_secret_is_among_them(prefill: Member, files: Files) -> None:
+    def told(token: str) -> Any:
+        with SyncClient(prefill.rank.address, ClientSecurity(ca_file=files.ca, token=token)) as client:
+            return client.get_server_info()
+
+    to_operator = told("the-secret-of-operators")
+    settings_told = {each.name: each.value for each in to_operator.settings}
+    assert (settings_told["cert_file"], settings_told["token"]) == (files.certificate.cert_file, "set")
+    assert "the-secret" not in str(to_operator)
+    for token in ("the-secret-of-consumers", "the-secret-of-ranks"):
+        assert not told(token).settings
+    security = to_operator.security
+    assert (security.tls, security.tokens, security.client_certificates) == (True, True, False)
+    left = security.certificate_end_time.ToSeconds() - time.time()
+    assert 86_400 < left <= 2 * 86_400, "made for two days"
+
+
 def test_people_need_a_role_too(prefill: Member, files: Files) -> None:
     def client(token: str) -> SyncClient:
         return SyncClient(prefill.rank.address, ClientSecurity(ca_file=files.ca, token=token))

@@ -154,10 +154,11 @@ def test_a_handler_that_closes_during_a_close_gets_its_end(
     monkeypatch.setattr(rank, "_drain", counted)
     before = signal.signal(signal.SIGALRM, on_signal)
     try:
-        KVSender(rank.transfer, "", 1)  # an open room: the close waits for it
+        sender = KVSender(rank.transfer, "", 1)  # an open room: the close waits for it
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         closed = rank.close(2.0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert on_signal.closed == [closed] and len(drains) == 1 and time.monotonic() - started < 6.0
+    assert sender.ended

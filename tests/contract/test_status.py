@@ -23,6 +23,7 @@ from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.server import IndexServer, Rank, RankConfig, RegistryServer, open_rank
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
+from kvgrpc.v1.server_service_pb2 import REGISTRATION_STATE_RETRYING, RegistrationState
 from tests.support.waiting import wait_until
 
 PAGES, PAGE_BYTES = 64, 4096
@@ -139,7 +140,7 @@ def test_a_rank_whose_registry_is_away_says_so_on_its_page_and_when_it_is_back(
 
     def registrations() -> dict[str, float]:
         """Those of other tests' ranks are at none."""
-        states = ("starting", "registered", "retrying", "superseded")
+        states = [name.removeprefix("REGISTRATION_STATE_").lower() for name in RegistrationState.keys()[1:]]
         return {state: metric(rank, "kvgrpc_registrations", role="prefill", state=state) for state in states}
 
     nobody = dict.fromkeys(registrations(), 0.0)
@@ -147,6 +148,9 @@ def test_a_rank_whose_registry_is_away_says_so_on_its_page_and_when_it_is_back(
         assert registrations() == nobody | {"registered": 1.0}
         registry.close()
         wait_until(lambda: registrations() == nobody | {"retrying": 1.0})
+        with SyncClient(rank.address) as client:
+            told = client.get_server_info().registration
+        assert told.state == REGISTRATION_STATE_RETRYING and told.HasField("away_since") and told.last_error
         registry = RegistryServer([registry.address], lease_ttl=1.5).open()
         wait_until(lambda: registrations() == nobody | {"registered": 1.0})
     finally:
@@ -191,6 +195,8 @@ def test_a_registry_answers_the_same_questions() -> None:
     assert ask(registry.metrics_address, "/readyz")[0] == 200
     assert "kvgrpc_registry_rows" in ask(registry.metrics_address, "/metrics")[1]
     registry.close()
+    with pytest.raises(OSError):
+        ask(registry.metrics_address, "/livez")
 
 
 @pytest.mark.parametrize("kind", [RegistryServer, functools.partial(IndexServer, sources=["127.0.0.1:1"])])

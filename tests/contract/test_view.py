@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from html.parser import HTMLParser
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from kvgrpc.cli.main import main
 from kvgrpc.cli.view import server as view_server
 from kvgrpc.cli.view.looking import Looking
+from kvgrpc.cli.view.room import look_at_room
 from kvgrpc.cli.view.server import ViewServer, page_files
 from kvgrpc.cli.view.state import look_at_fleet
 from kvgrpc.client import SyncClient
@@ -57,9 +59,16 @@ def looking(registry: str) -> Iterator[Looking]:
 
 
 @pytest.fixture(scope="module")
-def page(looking: Looking) -> Iterator[str]:
-    with ViewServer("127.0.0.1:0", looking) as server:
+def page(registry: str, looking: Looking) -> Iterator[str]:
+    with (
+        SyncClient(registry, timeout=2.0) as client,
+        ViewServer("127.0.0.1:0", looking, partial(look_at_room, client)) as server,
+    ):
         yield server.address
+
+
+def no_room(room: int, attempt: int) -> State:
+    raise AssertionError("nobody asks for a room")
 
 
 def ask(address: str, path: str = "/", headers: dict[str, str] | None = None) -> tuple[int, bytes]:
@@ -126,6 +135,33 @@ def test_the_state_has_the_newest_failed_room_with_its_reason(state: State) -> N
     assert "the test gave it up" in failed["message"]
 
 
+def test_a_room_is_told_from_both_sides(page: str) -> None:
+    status, body = ask(page, f"/room?room={HALF}")
+    found: State = json.loads(body)
+    assert (status, found["room"], found["silent"]) == (200, str(HALF), ["X/dp0/pp0/cp0/tp0"])
+    assert {side["rank"][0]: (side["role"], side["state"]) for side in found["sides"]} == {
+        "P": ("prefill", "TRANSFERRING"),
+        "D": ("decode", "TRANSFERRING"),
+    }
+
+
+def test_a_failed_room_is_told_with_its_cause_and_what_to_do(page: str) -> None:
+    found: State = json.loads(ask(page, f"/room?room={LONELY}&attempt=0")[1])
+    failure = next(side["failure"] for side in found["sides"] if side["role"] == "decode")
+    assert failure["reason"] == "ROOM_CANCELLED"
+    assert "the test gave it up" in failure["message"]
+    assert failure["next"]
+
+
+def test_a_room_that_nobody_knows_has_no_sides(page: str) -> None:
+    assert json.loads(ask(page, "/room?room=4")[1])["sides"] == []
+
+
+@pytest.mark.parametrize("query", ["", "?room=", "?room=0", "?room=x", f"?room={2**63}", "?room=1&attempt=-1"])
+def test_what_is_no_room_is_refused(page: str, query: str) -> None:
+    assert ask(page, f"/room{query}")[0] == 400
+
+
 def test_events_come_one_after_the_other(page: str) -> None:
     with watch(page) as response:
         first, second = next_state(response), next_state(response)
@@ -163,7 +199,7 @@ def test_nobody_is_asked_while_nobody_watches() -> None:
         assert found[0] > looked, "what was seen for somebody who has left is shown again"
 
 
-@pytest.mark.parametrize("path", ["/", "/view.js", "/state", "/events"])
+@pytest.mark.parametrize("path", ["/", "/view.js", "/state", "/events", "/room?room=1"])
 @pytest.mark.parametrize(
     ("headers", "field"),
     [
@@ -196,19 +232,19 @@ def test_nothing_but_the_page_is_served(page: str, path: str) -> None:
 
 
 def test_a_name_is_called_by_whom_it_was_allowed(looking: Looking) -> None:
-    with ViewServer("127.0.0.1:0", looking, names=["fleet.example"]) as server:
+    with ViewServer("127.0.0.1:0", looking, no_room, names=["fleet.example"]) as server:
         assert ask(server.address, "/", {"Host": "Fleet.example:80"})[0] == 200
         assert ask(server.address, "/", {"Host": "other.example"})[0] == 403
 
 
-@pytest.mark.parametrize("path", ["/", "/view.css", "/state", "/events"])
+@pytest.mark.parametrize("path", ["/", "/view.css", "/state", "/events", "/room?room=1"])
 def test_a_token_is_the_password(looking: Looking, path: str) -> None:
-    with ViewServer("127.0.0.1:0", looking, SECRET) as server:
+    with ViewServer("127.0.0.1:0", looking, no_room, SECRET) as server:
         wrong = {"Authorization": "Basic " + base64.b64encode(b"me:another").decode()}
         for headers in ({}, wrong, {"Authorization": "Basic ?"}, {"Authorization": f"Bearer {SECRET}"}):
             assert ask(server.address, path, headers)[0] == 401
         right = {"Authorization": "Basic " + base64.b64encode(f"me:{SECRET}".encode()).decode()}
-        if path != "/events":  # which would go on
+        if path not in ("/events", "/room?room=1"):  # which would go on, or ask for a room
             assert ask(server.address, path, right)[0] == 200
 
 
@@ -226,7 +262,7 @@ def test_a_slow_watcher_holds_up_no_other(looking: Looking, monkeypatch: pytest.
     """One that begins to watch and reads nothing, and one that sends its request byte by byte."""
     monkeypatch.setattr(view_server._PageHandler, "timeout", 0.3)
     big = Looking(lambda: {"filling": "x" * (8 << 20)}, 0.05)
-    with big, ViewServer("127.0.0.1:0", big) as server, ExitStack() as stack:
+    with big, ViewServer("127.0.0.1:0", big, no_room) as server, ExitStack() as stack:
         host, port = server.address.rsplit(":", 1)
         for _ in range(view_server.MOST_WATCHERS):
             slow = stack.enter_context(socket.create_connection((host, int(port)), 5.0))

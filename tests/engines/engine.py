@@ -235,6 +235,7 @@ class Pair:
     prefill: Engine
     decode: Engine
     sends_chunks = True  # of a prompt, each when it is computed
+    both_sides_at_once = True  # its routers ask so: what decode does not name after a loss was for the dead one
 
     def __init__(
         self,
@@ -398,6 +399,7 @@ def common_environment(folder: Path, foreign: tuple[str, ...]) -> dict[str, str]
         **dict.fromkeys(("TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"), str(folder)),
         **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "OMP_NUM_THREADS"), "1"),
         "GLOO_SOCKET_IFNAME": "lo",
+        "KVGRPC_CHECK_PAGES": "1",
         "MOONCAKE_PROTOCOL": "tcp",
         "PYTHONPATH": str(ROOT),
     }

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import time
 
+from kvgrpc.client import SyncClient
 from tests.engines.engine import Engine, Pair, Request
 from tests.engines.model import Reference
-from tests.engines.stages import LONG, Asked, Stages, is_over, room_of, stop_at_every_stage
+from tests.engines.stages import LONG, Asked, Stages, is_over, rank_address, room_of, stop_at_every_stage
 from tests.support.waiting import wait_until
 
 # docs/session.md rule 3, break and loss: a peer that is gone is noticed in 1 s, a stopped one after 4 s;
 # prefill waits 1 s for decode to come back first. The rest is a scheduler step, and two cores.
 GONE_SECONDS, STOPPED_SECONDS = 2.5, 6.5
+# A break after a second of silence counts as that of a stopped peer; its last word came up to a heartbeat earlier.
+SILENT_SECONDS = 0.7
+# Rule 8, pages by evidence: those whose writer is dead come back after the settle time, 2 s from the proof.
+BACK_TO_THE_POOL_SECONDS = GONE_SECONDS + 2.0
 # A side that went on first has to hear what it missed.
 BACK_SECONDS = 15.0
 
@@ -24,14 +29,23 @@ def kill_at_every_stage(pair: Pair, reference: Reference, role: str) -> None:
     survivor = _other(pair, role)
     pair.check(reference)
     now = stop_at_every_stage(pair, reference, role)
-    now.moment = getattr(pair, role).kill()
-    _ends(pair, now, role, GONE_SECONDS)
+    stopped, now.moment = now.moment, getattr(pair, role).kill()
+    print(f"{role}: killed {now.moment - stopped:.3f} s after it was stopped")
+    silent = role == "decode" and now.moment - stopped > SILENT_SECONDS
+    _ends(pair, now, role, stopped + STOPPED_SECONDS - now.moment if silent else GONE_SECONDS)
+    if role == "prefill":
+        wait_until(lambda: not _holds(survivor))
+        held = time.monotonic() - now.moment
+        print(f"no page of decode was held any more {held:.2f} s after the kill")
+        assert held < BACK_TO_THE_POOL_SECONDS, survivor.log_tail()
     pair.restart(role)
     pair.check(reference)
-    if role == "decode":
-        _serves_late(now.early)
-    else:
+    if role == "prefill":
         _computes_on(now.computing)
+    elif pair.both_sides_at_once:
+        assert now.early.prefill is not None and "PEER_LOST" in now.early.prefill.failure()
+    else:
+        _serves_late(now.early)
     assert survivor.alive and survivor.is_empty()
 
 
@@ -81,6 +95,11 @@ def _ends(pair: Pair, now: Stages, role: str, seconds: float) -> None:
 def _is_over_at(engine: Engine, asked: Asked) -> bool:
     found = room_of(engine, asked.number)
     return found is None or is_over(found)
+
+
+def _holds(engine: Engine) -> bool:
+    with SyncClient(rank_address(engine)) as client:
+        return any(room.held for room in client.list_rooms())
 
 
 def _half(asked: Asked, role: str) -> Request:

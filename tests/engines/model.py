@@ -54,11 +54,14 @@ class Reference:
         self.path = self.path.rename(self.path.with_name(name))
         return self.path
 
+    def random_token(self) -> int:
+        return self._draw.randrange(3, VOCABULARY)
+
     def case(self, length: int, new_tokens: int = 8, prefix: list[int] | None = None) -> Case:
         """A random prompt of ``length`` tokens that begins with ``prefix``, and its greedy continuation."""
         while True:
             start = list(prefix or [])
-            prompt = start + [self._draw.randrange(3, VOCABULARY) for _ in range(length - len(start))]
+            prompt = start + [self.random_token() for _ in range(length - len(start))]
             tokens = self._continue(prompt, new_tokens)
             if tokens is not None:
                 return Case(prompt, tokens)

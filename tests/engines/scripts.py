@@ -17,7 +17,7 @@ from typing import Any
 from tests.engines.engine import LOCAL, ROOT
 
 EXAMPLES = ROOT / "examples"
-START_SECONDS = 240.0
+START_SECONDS = 400.0
 
 
 class Script:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvgrpc.engines.sglang.held import HeldRooms
+from kvgrpc.engines.sglang.held import RoomsAwaitingRelease
 from kvgrpc.engines.sglang.manager import KvGrpcManager
 from kvgrpc.engines.sglang.receiver import KvGrpcReceiver
 from kvgrpc.server import KVPoll, KVSender, Pool, RankConfig, Role, open_decode, open_prefill
@@ -25,7 +25,7 @@ def config(role: Role, plane: Any, registry: str = "") -> RankConfig:
 def manager_over(decode: Any) -> Any:
     """As SGLang's scheduler holds it; only what describes SGLang's own memory is left out."""
     manager: Any = object.__new__(KvGrpcManager)
-    manager.rank, manager.transfer, manager._held = decode, decode.transfer, HeldRooms()
+    manager.rank, manager.transfer, manager._held = decode, decode.transfer, RoomsAwaitingRelease()
     manager.external_registry, manager._has_window = "", False
     manager.kv_args = SimpleNamespace(page_size=16)
     return manager

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import ctypes
+import dataclasses
 import json
 import threading
 import time
@@ -22,10 +26,17 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
+from kvgrpc.engines.sglang.cache.orders import OrderQueue
+from kvgrpc.engines.sglang.cache.served import SglangCache
 from kvgrpc.engines.sglang.clearing import Clearing
-from kvgrpc.errors import InvalidRequest
+from kvgrpc.errors import FeatureDisabled, InvalidRequest
+from kvgrpc.model import RankRef, Role
+from kvgrpc.prefetch.model import Namespace, PrefetchLimits
 from kvgrpc.prefetch.storage.mooncake.local import LocalStore
+from kvgrpc.server import RankConfig, RegistryServer
+from kvgrpc.server.cache_server import CacheServer, open_cache
 from tests.support.faults.storage import FAILED, HANG, FaultyBackend, memory_backend
+from tests.support.waiting import wait_until
 
 PAGE = 16
 PAGES = 12
@@ -219,6 +230,102 @@ def test_ranks_and_dtypes_do_not_meet_in_one_folder(tmp_path: Path) -> None:
 def test_a_wrong_config_refuses_to_attach(extra: dict[str, object], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         created(host_pool(), **json.loads(json.dumps(extra)))
+
+
+def served(name: str, storage: Any, registry: str) -> CacheServer:
+    """As the scheduler's hook does, with nobody who takes orders."""
+
+    def cache_of(rank: RankRef) -> SglangCache:
+        return SglangCache(
+            rank,
+            Namespace("tiny/Llama", "bfloat16", "page_first_direct", PAGE),
+            PrefetchLimits(),
+            OrderQueue(),
+            concurrent.futures.Future,
+            lambda: None,
+            page_bytes=1,
+            write_policy="write_through",
+        )
+
+    rank = RankConfig(
+        engine=name, role=Role.UNIFIED, pools=(), listen="127.0.0.1:0", registry=registry, pull=storage.pull
+    )
+    return open_cache(rank, cache_of, storage.pulls)
+
+
+class TestPulls:
+    """Without engines: what is kept for others, and what is refused. test_sglang_pull.py has the whole way."""
+
+    @pytest.fixture(autouse=True)
+    def address(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("KVGRPC_CACHE_LISTEN", "127.0.0.1:0")
+
+    def storage(self, pool: Any, **extra: Any) -> Any:
+        alone = dataclasses.replace(config(**extra), tp_size=1)
+        storage = StorageBackendFactory.create_backend("dynamic", alone, pool)
+        storage.register_mem_pool_host(pool)
+        return storage
+
+    def test_what_was_written_through_is_kept_when_sglang_uses_its_page_again(self) -> None:
+        pool = host_pool("page_first_direct")
+        storage = self.storage(pool, pull={"exported_pages": 3})
+        before = flat(pool, 1).view(torch.uint8).numpy().tobytes()
+        assert storage.batch_set_v1(HASHES[:2], indices(0, 1)) == [True] * 2
+        pool.kv_buffer.zero_()
+        lends, _ = storage.pulls
+        with lends.cache.reading(HASHES) as pages:
+            ((address, nbytes),) = lends.cache.buffers(pages[1])
+            assert len(pages) == 2 and ctypes.string_at(address, nbytes) == before
+        assert storage.batch_set_v1(HASHES[2:4], indices(2, 3)) == [True] * 2
+        assert lends.cache.count(HASHES[1:]) == 3, "the oldest made room"
+        assert storage.clear() and lends.cache.count(HASHES[1:]) == 0
+        storage.close()
+
+    def test_with_storage_behind_pages_go_there_as_well(self, tmp_path: Path) -> None:
+        storage = self.storage(host_pool(), pull={}, storage="file", storage_config={"path": str(tmp_path)})
+        assert storage.batch_set_v1(HASHES[:2], indices(0, 1)) == [True] * 2
+        assert storage.batch_exists(HASHES) == 2, "on the scheduler's thread storage alone is asked"
+        storage.close()
+
+    def test_pages_of_another_engine_are_read_as_from_storage(self) -> None:
+        """From a thread, as SGLang does."""
+        pools = [host_pool("page_first_direct"), host_pool("page_first_direct")]
+        storages = [self.storage(pool, pull={"exported_pages": 8, "staging_pages": 16}) for pool in pools]
+        with contextlib.ExitStack() as stack:
+            registry = RegistryServer(["127.0.0.1:0"])
+            registry.open()
+            stack.callback(registry.close)
+            for name, storage in zip("ab", storages, strict=True):
+                stack.callback(served(name, storage, registry.address).close)
+            assert storages[0].batch_set_v1(HASHES[:4], indices(0, 1, 2, 3)) == [True] * 4
+            with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                wait_until(lambda: thread.submit(storages[1].batch_exists, HASHES).result() == 4)
+                came = thread.submit(storages[1].batch_get_v1, HASHES[:5], indices(7, 6, 5, 4, 8)).result()
+            assert came == [True] * 4 + [False]
+            for source, target in zip((0, 1, 2, 3), (7, 6, 5, 4), strict=True):
+                assert torch.equal(flat(pools[1], target), flat(pools[0], source))
+
+    @pytest.mark.parametrize(
+        ("extra", "error", "words"),
+        [
+            ({"pull": {"exported_page": 1}}, InvalidRequest, "exported_page"),
+            ({"pull": {"exported_pages": 0}}, InvalidRequest, "exported_pages"),
+            ({"pull": {"staging_pages": 1}}, InvalidRequest, "staging_pages"),
+            ({}, InvalidRequest, "storage"),
+        ],
+    )
+    def test_a_wrong_config_refuses_to_attach(self, extra: dict[str, Any], error: type[Exception], words: str) -> None:
+        with pytest.raises(error, match=words):
+            self.storage(host_pool(), **extra)
+
+    def test_several_ranks_are_refused(self) -> None:
+        with pytest.raises(FeatureDisabled, match="several ranks"):
+            created(host_pool(), pull={})
+
+    def test_without_an_address_it_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("KVGRPC_CACHE_LISTEN")
+        with pytest.raises(FeatureDisabled, match="KVGRPC_CACHE_LISTEN"):
+            self.storage(host_pool(), pull={})
 
 
 def with_backend(storage: Any, backend: Any) -> Any:

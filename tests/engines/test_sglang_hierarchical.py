@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,16 @@ class Hierarchical(Engine):
     start_seconds = 300.0
 
 
-def started(folder: Path, reference: Reference, **storage: Any) -> Engine:
+def started(
+    folder: Path,
+    reference: Reference,
+    *,
+    ranks: int = 1,
+    environment: Mapping[str, str] | None = None,
+    sizes: Mapping[str, int] | None = None,
+    **storage: Any,
+) -> Engine:
+    """``sizes``: arguments of the engine in the place of the small ones. ``storage``: of the extra config."""
     config = {
         "backend_name": "kvgrpc",
         "module_path": "kvgrpc.engines.sglang.hicache",
@@ -34,7 +43,8 @@ def started(folder: Path, reference: Reference, **storage: Any) -> Engine:
         **storage,
     }
     arguments = {
-        **engine_arguments(reference.path, 1),
+        **engine_arguments(reference.path, ranks),
+        **(sizes or {}),
         "enable_hierarchical_cache": True,
         "hicache_ratio": float(HOST_RATIO),
         "hicache_io_backend": "direct",
@@ -44,7 +54,8 @@ def started(folder: Path, reference: Reference, **storage: Any) -> Engine:
         "hicache_storage_backend": "dynamic",
         "hicache_storage_backend_extra_config": json.dumps(config),
     }
-    return Hierarchical("hicache", folder, arguments, {"SGLANG_ON_CPU_PLUGIN": "tests.engines.hicache_on_cpu:register"})
+    plugin = {"SGLANG_ON_CPU_PLUGIN": "tests.engines.hicache_on_cpu:register"}
+    return Hierarchical("hicache", folder, arguments, {**plugin, **(environment or {})})
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +65,14 @@ def store() -> Iterator[LocalStore]:
 
 
 @pytest.fixture(scope="module", params=["file", "mooncake"])
-def storage(request: pytest.FixtureRequest, folder: Path) -> dict[str, object]:
+def storage(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     if request.param == "file":
         return {"storage": "file", "storage_config": {"path": str(folder / "kv")}}
     return {"storage": "mooncake", "storage_config": {"master": request.getfixturevalue("store").address}}
 
 
 @pytest.fixture(scope="module")
-def engine(storage: dict[str, object], folder: Path, reference: Reference) -> Iterator[Engine]:
+def engine(storage: dict[str, Any], folder: Path, reference: Reference) -> Iterator[Engine]:
     engine = started(folder, reference, **storage)
     try:
         yield engine.wait_ready()

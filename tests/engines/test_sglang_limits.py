@@ -19,8 +19,8 @@ from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 
-from kvgrpc.engines.sglang import limits
-from kvgrpc.engines.sglang.manager import KvGrpcManager
+from kvgrpc.engines.sglang import limits, manager
+from kvgrpc.engines.sglang.manager import EveryPrefill, KvGrpcManager
 from kvgrpc.engines.sglang.plugin import RELEASE_TIMEOUT, install
 from kvgrpc.errors import FeatureDisabled
 
@@ -188,3 +188,21 @@ def test_sglangs_decode_holds_pages_of_a_failed_request_until_nobody_writes_wher
     HookRegistry.apply_hooks()
     made = queue(None, None, SimpleNamespace(spec_algorithm=None), None)
     assert made.deferred_kv_release_timeout == seconds
+
+
+@pytest.mark.parametrize(("chosen", "answer"), [(None, 2**63 - 1), (3, 3)])
+def test_sglangs_decode_asks_nobody_for_the_dp_rank_of_a_room(chosen: int | None, answer: int) -> None:
+    """It would wait for the answer on its scheduler's thread. The router's choice comes through, else the room."""
+    queue = SimpleNamespace(kv_manager=SimpleNamespace(prefill_info_table=EveryPrefill()))
+    request = SimpleNamespace(
+        disagg_prefill_dp_rank=chosen, bootstrap_room=2**63 - 1, bootstrap_host="127.0.0.1", bootstrap_port=8998
+    )
+    assert decode.DecodePreallocQueue._resolve_prefill_dp_rank(queue, request) == answer
+
+
+@pytest.mark.parametrize(("method", "selects"), [("follow_bootstrap_room", False), ("round_robin", True)])
+def test_an_engine_whose_dp_controller_does_not_go_by_the_room_is_searched(
+    method: str, selects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "get_parallel", lambda: SimpleNamespace(load_balance_method=method))
+    assert manager._engine_selects_dp() is selects

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvgrpc.client import SyncClient
+from kvgrpc.engines.vllm.scheduler import UNUSED
 from kvgrpc.v1 import common_pb2
 from tests.engines.engine import LOCAL
 from tests.engines.model import Case, Reference
@@ -91,8 +92,10 @@ def test_a_request_that_names_no_hand_off_is_served_by_decode_alone(
 ) -> None:
     case = reference.case(40)
     params = {name: value for name, value in pair.at_decode(pair.room()).items() if name != missing}
-    assert pair.decode.generate(case.prompt, 8, **params).result() == case.tokens
-    assert f"without {missing}" in pair.decode.log()
+    asked = pair.decode.generate(case.prompt, 8, **params)
+    assert asked.result() == case.tokens
+    assert f"without {missing}" in asked.value[UNUSED]
+    assert "does not use what prefill computed" in pair.decode.log(), "a line of that sort, one in 30 s"
 
 
 def test_an_ordinary_request_passes_by(pair: VllmPair, reference: Reference) -> None:

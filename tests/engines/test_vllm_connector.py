@@ -37,7 +37,7 @@ from kvgrpc.engines.vllm.handoffs import Handoffs, Receive, Send
 from kvgrpc.engines.vllm.limits import check_supported
 from kvgrpc.engines.vllm.rank import Place, bootstrap_address, model_of, pools_of, rank_config
 from kvgrpc.engines.vllm.reached import reached
-from kvgrpc.engines.vllm.scheduler import UNUSED, Scheduler
+from kvgrpc.engines.vllm.scheduler import DECODE, UNUSED, Scheduler
 from kvgrpc.engines.vllm.stats import TransferStats
 from kvgrpc.errors import AddressNotAllowed, FeatureDisabled, InvalidRequest
 from kvgrpc.model import Attention, ModelIdentity, Role
@@ -163,6 +163,13 @@ def test_prefill_keeps_the_blocks_of_a_prompt_that_it_computed(status: RequestSt
     assert scheduler.take().announced == {"r": "x"}
     assert scheduler.on_finished(finished(AT_PREFILL, status), ([4, 5, 6, 7],))[0]
     assert scheduler.take().computed == {"r": Send("x", {"kv": (4, 5, 6)})}
+
+
+def test_a_proxy_that_has_chosen_decode_names_its_engine_to_prefill() -> None:
+    scheduler = Scheduler(True, ONE_GROUP)
+    scheduler.on_blocks(request({**AT_PREFILL, DECODE: "decode-7"}), blocks(4, 5, 6), 0)
+    handoffs = scheduler.take()
+    assert (handoffs.announced, handoffs.bound) == ({"r": "x"}, {"r": "decode-7"})
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ WHERE = "http://10.0.0.1:8998"
 class Room:
     """A sender or receiver of kvgrpc whose state the test sets."""
 
-    def __init__(self, _transfer: object, where: str, room: int, traceparent: str = "") -> None:
-        self.where, self.room = where, room
+    def __init__(self, _transfer: object, where: str, room: int, traceparent: str = "", decode: str = "") -> None:
+        self.where, self.room, self.decode = where, room, decode
         self.state, self.release_safe = KVPoll.Bootstrapping, False
         self.failure: Failure | None = None
         self.calls: list[Any] = []
@@ -167,6 +167,11 @@ def test_prefill_keeps_pages_until_nobody_reads_them(worker: Worker, rooms: dict
     sent.release_safe = True
     assert worker.finished(()) == ({"r"}, set())
     assert worker.finished(()) == NOTHING
+
+
+def test_a_prompt_is_for_the_decode_that_its_request_names(worker: Worker, rooms: dict[int, Room]) -> None:
+    worker.take_on(Handoffs(announced={"r": "x", "s": "y"}, bound={"r": "decode-7"}))
+    assert (room(rooms, "x").decode, room(rooms, "y").decode) == ("decode-7", "")
 
 
 def test_a_prompt_that_is_announced_again_keeps_its_room(worker: Worker, rooms: dict[int, Room]) -> None:

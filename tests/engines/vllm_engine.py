@@ -31,8 +31,6 @@ class VllmEngine(Engine):
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
-            # With several ranks the first request would have a C++ compiler run for a minute, for the embedding.
-            "TORCHDYNAMO_DISABLE": "1",
             **more,
         }
 
@@ -51,6 +49,7 @@ class VllmPair(Pair):
 
     engine: type[VllmEngine] = VllmEngine
     sends_chunks = False
+    both_sides_at_once = False
     prefill: VllmEngine
     decode: VllmEngine
 
@@ -131,14 +130,13 @@ class VllmPair(Pair):
 
 
 def vllm_arguments(model: Path, tp: int) -> dict[str, Any]:
-    """What lets vLLM run without a GPU, in a small pool."""
+    """What lets vLLM run without a GPU, in a small pool; torch.compile is on, as it is by default."""
     return {
         "model": str(model),
         "skip_tokenizer_init": True,
         "dtype": "float32",
         "tensor_parallel_size": tp,
         "block_size": BLOCK,
-        "enforce_eager": True,
         "compilation_config": {"custom_ops": ["none"]},
         "max_num_seqs": 8,
         "max_model_len": 512,

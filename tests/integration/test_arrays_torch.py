@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvgrpc.model import Pool
-from kvgrpc.transfer.aux import AuxBuffer
+from kvgrpc.transfer.aux_rows import AuxBuffer
 
 torch = pytest.importorskip("torch")
 

@@ -1,4 +1,4 @@
-"""The examples of clients/go/README.md and clients/typescript/README.md run as they stand, against a real publisher."""
+"""The examples of the clients' README.md run as they stand against a real publisher; Rust's, test_rust_client runs."""
 
 from __future__ import annotations
 
@@ -104,3 +104,9 @@ async def test_the_example_for_typescript_follows_an_engine(engine: Publishing, 
     # It has no types, so it is what tsc makes of it.
     (tmp_path / "example.mjs").write_text(example("typescript", "ts", engine.address))
     await follows(engine, ["node", "example.mjs"], tmp_path, "medium: 'GPU', group: 0, blocks: ")
+
+
+def test_the_first_example_for_rust_is_the_program_that_is_run() -> None:
+    program = (CLIENTS / "rust/examples/engines.rs").read_text()
+    (shown, *_) = re.findall(r"```rust\n(.*?)```", (CLIENTS / "rust/README.md").read_text(), re.DOTALL)
+    assert program.endswith("\n\n" + shown)

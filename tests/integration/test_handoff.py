@@ -46,11 +46,25 @@ def start() -> Iterator[Start]:
 NEEDS_MOONCAKE = pytest.mark.skipif(not find_spec("mooncake"), reason="install kvgrpc[mooncake-cpu] for it")
 
 
+# For more rooms at a time than there are pages, which all get the same bytes into them.
+SHARE_PAGES = {"check_pages": False}
+
+
 @pytest.fixture(params=["shm", pytest.param("mooncake", marks=[pytest.mark.slow, NEEDS_MOONCAKE])])
-def pair(start: Start, request: pytest.FixtureRequest) -> tuple[RankProcess, RankProcess]:
-    """A prefill with an embedded registry, and a decode, over shared memory; in the long run over Mooncake too."""
-    prefill = start("P", "PREFILL", registry="embedded", data_plane=request.param)
-    decode = start("D", "DECODE", data_plane=request.param)
+def data_plane(request: pytest.FixtureRequest) -> str:
+    """Shared memory; in the long run Mooncake too."""
+    return str(request.param)
+
+
+@pytest.fixture
+def pair(start: Start, data_plane: str) -> tuple[RankProcess, RankProcess]:
+    return opened_pair(start, data_plane)
+
+
+def opened_pair(start: Start, data_plane: str, **settings: Any) -> tuple[RankProcess, RankProcess]:
+    """A prefill with an embedded registry, and a decode."""
+    prefill = start("P", "PREFILL", registry="embedded", data_plane=data_plane, **settings)
+    decode = start("D", "DECODE", data_plane=data_plane, **settings)
     prefill.opened(), decode.opened()
     prefill.call("fill", 1)
     return prefill, decode
@@ -88,8 +102,8 @@ def test_either_side_may_come_first(pair: tuple[RankProcess, RankProcess]) -> No
     decode.call("wait", "receivers", [1], [SUCCESS])
 
 
-def test_1000_rooms_in_flight_end_right_and_leave_nothing(pair: tuple[RankProcess, RankProcess]) -> None:
-    prefill, decode = pair
+def test_1000_rooms_in_flight_end_right_and_leave_nothing(start: Start, data_plane: str) -> None:
+    prefill, decode = opened_pair(start, data_plane, **SHARE_PAGES)
     rooms = list(range(1, 1001))
     decode.call("receive_many", rooms, prefill.address, 2)
     prefill.call("send_many", rooms, 2)
@@ -98,6 +112,24 @@ def test_1000_rooms_in_flight_end_right_and_leave_nothing(pair: tuple[RankProces
     everything = list(range(PAGES - 2))
     assert decode.call("page_sums", everything) == prefill.call("page_sums", everything)
     wait_until(lambda: decode.call("rooms_open") == 0 and prefill.call("rooms_open") == 0)
+
+
+def test_a_page_that_another_room_has_is_given_to_no_second_one(start: Start) -> None:
+    prefill, decode = opened_pair(start, "shm")
+    decode.call("receive", 1, prefill.address, [3, 4])
+    decode.call("receive", 2, prefill.address, [5, 4])
+    decode.call("wait", "receivers", [2], [FAILED])
+    reason, message, metadata = decode.call("failure_of", "receivers", 2)
+    assert reason == "PAGES_IN_USE" and metadata["page"] == "4" and metadata["owner"] == "room 1 attempt 0"
+    assert "page 4 of pool 'kv', given to room 2" in message and "release_safe" in message
+    prefill.call("send", 2, [8, 9])
+    assert prefill.call("wait", "senders", [2], [FAILED])[2][1] == "PAGES_IN_USE"
+    prefill.call("send", 1, [8, 9])
+    decode.call("wait", "receivers", [1], [SUCCESS])
+    assert decode.call("page_sums", [3, 4]) == prefill.call("page_sums", [8, 9])
+    decode.call("receive", 3, prefill.address, [4])
+    prefill.call("send", 3, [8])
+    decode.call("wait", "receivers", [3], [SUCCESS])
 
 
 def sleep(process: RankProcess, decode: RankProcess) -> None:
@@ -130,10 +162,10 @@ def test_a_side_that_slept_and_came_back_on_its_own_memory_is_used_again(start: 
 
 def balanced(start: Start) -> tuple[RankProcess, RankProcess, RankProcess]:
     """Two dp ranks of one prefill engine that do not go by room % 2, and a decode."""
-    both = {"layout": Layout(dp=2), "engine_selects_dp": True}
+    both = {"layout": Layout(dp=2), "engine_selects_dp": True, **SHARE_PAGES}
     first = start("P", "PREFILL", registry="embedded", **both).opened()
     second = start("P", "PREFILL", registry=first.address, dp=1, **both).opened()
-    return first, second, start("D", "DECODE").opened()
+    return first, second, start("D", "DECODE", **SHARE_PAGES).opened()
 
 
 def test_decode_finds_the_dp_rank_that_an_engines_own_balancer_chose(start: Start) -> None:
@@ -194,7 +226,7 @@ def test_a_wrong_layout_is_refused_with_the_differing_fields(start: Start) -> No
     prefill = start("P", "PREFILL", registry="embedded", pool={"page_tokens": 32, "dtype": "bfloat16"})
     decode = start("D", "DECODE")
     prefill.opened(), decode.opened()
-    room = 2**48 + 1  # as routers draw them: a small number that anybody guesses is not failed by a stranger
+    room = 2**61 + 1  # as routers draw them: a small number that anybody guesses is not failed by a stranger
     prefill.call("send", room, [1])
     decode.call("receive", room, prefill.address, [1])
     decode.call("wait", "receivers", [room], [FAILED])
@@ -547,8 +579,8 @@ def test_a_killed_registry_fails_no_hand_off_and_everybody_comes_back(start: Sta
     port = free_port()
     registry = registry_process(port)
     try:
-        prefill = start("P", "PREFILL", registry=f"127.0.0.1:{port}")
-        decode = start("D", "DECODE")
+        prefill = start("P", "PREFILL", registry=f"127.0.0.1:{port}", **SHARE_PAGES)
+        decode = start("D", "DECODE", **SHARE_PAGES)
         prefill.opened(), decode.opened()
         rooms = list(range(1, 41))
         decode.call("receive_many", rooms[:20], f"127.0.0.1:{port}", 4)

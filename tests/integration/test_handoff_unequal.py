@@ -52,7 +52,9 @@ def engine(registry: str) -> Iterator[Open]:
             settings = {"registry": registry, "layout": Layout(tp=tp, cp=cp), "tp": at_tp, "cp": at_cp, **more}
             if role == "DECODE":
                 settings["bootstrap_allow"] = ("127.0.0.1",)
-            ranks.append(RankHost(name, role, {"pool": pool, "page_bytes": page_bytes, **settings}))
+            ranks.append(
+                RankHost(name, role, {"pool": pool, "page_bytes": page_bytes, "check_pages": True, **settings})
+            )
         opened.extend(ranks)
         return ranks
 

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvgrpc.client import ClientSecurity
+from kvgrpc.rpc.security import ServerSecurity
+from tests.contract.certificates import OPENSSL, Authority
 from tests.integration.test_handoff import free_port
 from tests.support.rank_host import RankProcess
 from tests.support.waiting import wait_until
@@ -82,6 +86,29 @@ def test_an_interpreter_that_is_held_loses_no_room_at_any_stage(
         prefill.call("send", 9, [9])
         other.call("wait", "receivers", [9], [SUCCESS])
     wait_until(lambda: set(awake.call("session_states")) == {"OPEN"})
+
+
+@pytest.mark.skipif(OPENSSL is None, reason="makes its certificates with openssl")
+def test_over_tls_too_a_decode_may_meet_a_prefill_whose_interpreter_is_held(start: Start, tmp_path: Path) -> None:
+    """Its certificate is asked of the interpreter, so that no handshake ends before that goes on."""
+    authority = Authority(tmp_path)
+    certificate = authority.sign("ranks", "IP:127.0.0.1")
+    secure = {
+        "server_security": ServerSecurity(certificate.cert_file, certificate.key_file),
+        "client_security": ClientSecurity(authority.ca_file),
+    }
+    registry = start("R", "PREFILL", registry="embedded", **secure).address
+    prefill, decode = (
+        start("P", "PREFILL", registry=registry, **secure),
+        start("D", "DECODE", bootstrap_allow=("127.0.0.1",), **secure),
+    )
+    prefill.call("fill", 1)
+    prefill.ask("hold", HELD_SECONDS)
+    decode.call("receive", 1, f"{registry}/P", [1])
+    wait_until(lambda: decode.call("session_states") == ["SILENT"])
+    prefill.answer()
+    prefill.call("send", 1, [1])
+    decode.call("wait", "receivers", [1], [SUCCESS])
 
 
 @pytest.mark.parametrize("stopped", ["prefill", "decode"])

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvgrpc.prefetch.model import PrefetchLimits, Short, WritePolicy
+from kvgrpc.prefetch.model import NotEnoughPages, PrefetchLimits, WritePolicy
 from tests.support.faults.storage import FAILED, Fault
 from tests.support.tiered_engine import SECONDS, SHAPE, Engine
 from tests.support.waiting import wait_until
@@ -75,7 +75,7 @@ class TestWritePolicies:
         assert engine.cache.write_back(hashes) == 3 and engine.copies.wait_idle(SECONDS)
         wait_until(lambda: not engine.controller.book.open())  # a backup's pages cannot go
         # "c" goes first, and takes the host page of "d e f".
-        assert engine.cache.take_device(8) == Short(3)
+        assert engine.cache.take_device(8) == NotEnoughPages(3)
         assert engine.copies.wait_idle(SECONDS)
         assert engine.cache.leading_by_tier(hashes) == (2, 2)
         engine.request(hashes[:2])
@@ -103,10 +103,10 @@ class TestWritePolicies:
         engine = Engine(WritePolicy.WRITE_BACK, device_pages=4)
         engine.request(["a", "a b", "a b c"])
         assert engine.copies.host.table.counts()["present"] == 0
-        assert engine.cache.take_device(3) == Short(2)
+        assert engine.cache.take_device(3) == NotEnoughPages(2)
         assert engine.copies.wait_idle(SECONDS)
         taken = engine.cache.take_device(3)
-        assert not isinstance(taken, Short)
+        assert not isinstance(taken, NotEnoughPages)
         assert engine.cache.leading_by_tier(["a", "a b", "a b c"]) == (1, 3)
         engine.copies.device.table.release(taken)
         engine.request(["a", "a b", "a b c"])
@@ -117,11 +117,11 @@ class TestWritePolicies:
         engine = Engine(WritePolicy.WRITE_BACK, device_pages=4)
         engine.request(["a"])
         engine.request(["a", "a b"])
-        assert engine.cache.take_device(4) == Short(2)
+        assert engine.cache.take_device(4) == NotEnoughPages(2)
         assert engine.copies.wait_idle(SECONDS)
         assert engine.cache.leading_by_tier(["a", "a b"]) == (2, 2)
         taken = engine.cache.take_device(4)
-        assert not isinstance(taken, Short)
+        assert not isinstance(taken, NotEnoughPages)
         assert engine.cache.leading_by_tier(["a", "a b"]) == (0, 2)
         engine.copies.device.table.release(taken)
         engine.request(["a", "a b"])
@@ -154,13 +154,13 @@ class TestWritePolicies:
         pages, most = 300, sys.getrecursionlimit()
         engine = Engine(WritePolicy.WRITE_BACK, device_pages=pages, host_pages=pages)
         taken = engine.cache.take_device(pages)
-        assert not isinstance(taken, Short)
+        assert not isinstance(taken, NotEnoughPages)
         hashes = [f"{number:04d}" for number in range(pages)]
         for end in range(1, pages + 1):
             engine.cache.insert(hashes[:end], taken[:end].tolist())
         sys.setrecursionlimit(pages)
         try:
-            assert engine.cache.take_device(1) == Short(1)
+            assert engine.cache.take_device(1) == NotEnoughPages(1)
         finally:
             sys.setrecursionlimit(most)
         assert engine.copies.wait_idle(SECONDS)
@@ -193,11 +193,11 @@ def test_room_that_cannot_be_had_costs_nothing(policy: WritePolicy) -> None:
     assert engine.copies.wait_idle(SECONDS)
     wait_until(lambda: not engine.controller.book.open())
     held = engine.cache.match(["a"])
-    assert engine.cache.take_device(9) == Short(2) and engine.cache.take_device(8) == Short(1)
-    assert engine.cache.reserve(5, ()) == Short(2) and engine.cache.reserve(4, ()) == Short(1)
+    assert engine.cache.take_device(9) == NotEnoughPages(2) and engine.cache.take_device(8) == NotEnoughPages(1)
+    assert engine.cache.reserve(5, ()) == NotEnoughPages(2) and engine.cache.reserve(4, ()) == NotEnoughPages(1)
     assert engine.cache.leading_by_tier(["a", "a b"]) == (2, 2)
     engine.cache.release(held)
-    assert engine.cache.reserve(4, ["a"]) == Short(1)
+    assert engine.cache.reserve(4, ["a"]) == NotEnoughPages(1)
     engine.cache.evict_device(8)
     assert engine.cache.leading_by_tier(["a", "a b"]) == (0, 2)
     engine.close()

@@ -18,7 +18,7 @@ from kvgrpc.prefetch.copies import engine as copies_engine
 from kvgrpc.prefetch.copies.engine import CopyEngine
 from kvgrpc.prefetch.copies.operation import CopyOperation, Direction, merge
 from kvgrpc.prefetch.copies.paths import CopyPath, IoBackend
-from kvgrpc.prefetch.model import Short
+from kvgrpc.prefetch.model import NotEnoughPages
 from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
@@ -62,8 +62,8 @@ def fill(pool: DevicePool, pages: Pages) -> dict[tuple[int, str], torch.Tensor]:
     return content
 
 
-def taken(answer: Pages | Short) -> Pages:
-    assert not isinstance(answer, Short)
+def taken(answer: Pages | NotEnoughPages) -> Pages:
+    assert not isinstance(answer, NotEnoughPages)
     return answer
 
 
@@ -123,14 +123,14 @@ def test_tensors_that_do_not_fit_the_shape_are_named() -> None:
 class TestPagesOfCopies:
     def test_a_full_host_says_how_many_are_missing_and_nothing_is_taken(self, copies: CopyEngine) -> None:
         taken(copies.write(np.arange(10)))
-        assert copies.write(np.arange(10)) == Short(4)
+        assert copies.write(np.arange(10)) == NotEnoughPages(4)
         assert copies.wait_idle(SECONDS) and copies.host.table.free_count == 6
 
     def test_a_full_device_says_so_and_the_host_pages_are_not_locked(self, copies: CopyEngine) -> None:
         host = taken(copies.write(np.arange(4)))
         assert copies.wait_idle(SECONDS)
         copies.device.table.take(PAGES - 1)
-        assert copies.load(host) == Short(3)
+        assert copies.load(host) == NotEnoughPages(3)
         assert copies.evict_host(host) == 4
 
     def test_a_device_page_is_evicted_only_once_the_host_has_it(self, copies: CopyEngine) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from kvgrpc.errors import InvalidRequest, PageStateInvalid
 from kvgrpc.prefetch.copies.operation import Direction
-from kvgrpc.prefetch.model import Short, WritePolicy
+from kvgrpc.prefetch.model import NotEnoughPages, WritePolicy
 from kvgrpc.prefetch.pools.pages import Pages, PageState, as_pages
-from kvgrpc.prefetch.tree.cache import Held
+from kvgrpc.prefetch.tree.cache import PinnedPrefix
 from tests.support.tiered_engine import SECONDS, SHAPE, Engine
 from tests.support.waiting import wait_until
 
@@ -32,10 +32,10 @@ def engine() -> Iterator[Engine]:
     made.close()
 
 
-def loaded(engine: Engine, held: Held) -> Pages:
+def loaded(engine: Engine, held: PinnedPrefix) -> Pages:
     """The pages of the host part, in place; their ack may still be on its way."""
     pages = engine.cache.load(held)
-    assert not isinstance(pages, Short)
+    assert not isinstance(pages, NotEnoughPages)
     signal = engine.cache.start_loading()
     if signal is not None:
         signal.wait(SHAPE.layers - 1, SECONDS)
@@ -51,12 +51,12 @@ def check(engine: Engine, pages: Pages, hashes: list[str]) -> None:
 def test_two_requests_that_load_the_same_have_their_pages_until_each_is_over(engine: Engine) -> None:
     first, second = engine.cache.match(PROMPT), engine.cache.match(PROMPT)
     ours, theirs = engine.cache.load(first), engine.cache.load(second)
-    assert not isinstance(ours, Short) and not isinstance(theirs, Short)
+    assert not isinstance(ours, NotEnoughPages) and not isinstance(theirs, NotEnoughPages)
     engine.cache.start_loading()
     assert engine.copies.wait_idle(SECONDS)
     assert not set(ours) & set(theirs)
     others = engine.cache.take_device(16)
-    assert not isinstance(others, Short)
+    assert not isinstance(others, NotEnoughPages)
     for page in others:
         engine.compute(int(page), "of another request")
     check(engine, ours, PROMPT)
@@ -72,7 +72,7 @@ def test_two_requests_that_load_the_same_have_their_pages_until_each_is_over(eng
 def test_a_request_that_is_over_before_its_second_copy_came_leaves_no_page(engine: Engine) -> None:
     first, second = engine.cache.match(PROMPT), engine.cache.match(PROMPT)
     for held in (first, second):
-        assert not isinstance(engine.cache.load(held), Short)
+        assert not isinstance(engine.cache.load(held), NotEnoughPages)
     engine.cache.release(second)
     engine.cache.start_loading()
     assert engine.copies.wait_idle(SECONDS)
@@ -151,7 +151,7 @@ def test_a_hold_from_before_a_clear_keeps_and_frees_nothing(engine: Engine) -> N
 
 def test_pages_for_fewer_hashes_are_refused_and_stay_the_engines(engine: Engine) -> None:
     pages = engine.cache.take_device(2)
-    assert not isinstance(pages, Short)
+    assert not isinstance(pages, NotEnoughPages)
     with pytest.raises(InvalidRequest):
         engine.cache.insert(["q"], pages.tolist())
     assert engine.copies.device.table.counts()["reserved"] == 2
@@ -164,7 +164,7 @@ def test_a_second_copy_that_is_inserted_before_its_ack_is_freed_once(
     with late_acks(engine, monkeypatch) as may_end:
         first, second = engine.cache.match(PROMPT), engine.cache.match(PROMPT)
         ours, theirs = engine.cache.load(first), engine.cache.load(second)
-        assert not isinstance(ours, Short) and not isinstance(theirs, Short)
+        assert not isinstance(ours, NotEnoughPages) and not isinstance(theirs, NotEnoughPages)
         signal = engine.cache.start_loading()
         assert signal is not None
         signal.wait(SHAPE.layers - 1, SECONDS)
@@ -184,7 +184,7 @@ def test_a_second_copy_that_is_inserted_before_its_ack_is_freed_once(
 
 def test_a_page_that_is_nobodys_is_not_inserted(engine: Engine) -> None:
     pages = engine.cache.take_device(1)
-    assert not isinstance(pages, Short)
+    assert not isinstance(pages, NotEnoughPages)
     engine.copies.device.table.release(pages)
     with pytest.raises(PageStateInvalid):
         engine.cache.insert(["q"], pages.tolist())
@@ -194,7 +194,7 @@ def test_a_page_that_is_nobodys_is_not_inserted(engine: Engine) -> None:
 def test_second_copies_go_with_a_clear(engine: Engine) -> None:
     held = [engine.cache.match(PROMPT), engine.cache.match(PROMPT)]
     for each in held:
-        assert not isinstance(engine.cache.load(each), Short)
+        assert not isinstance(engine.cache.load(each), NotEnoughPages)
     engine.cache.start_loading()
     assert engine.copies.wait_idle(SECONDS)
     wait_until(lambda: not engine.controller.book.open())
@@ -213,7 +213,7 @@ def test_a_load_that_fails_leaves_no_page(engine: Engine, monkeypatch: pytest.Mo
     with monkeypatch.context() as patched:
         for path in engine.copies._path.values():
             patched.setattr(path, "up", broken)
-        assert not isinstance(engine.cache.load(held), Short)
+        assert not isinstance(engine.cache.load(held), NotEnoughPages)
         assert engine.cache.start_loading() is not None
         assert engine.copies.wait_idle(SECONDS)
     assert engine.copies.device.table.free_count == 24
@@ -229,7 +229,11 @@ def test_a_load_that_failed_and_came_second_when_tried_again_leaves_no_page(engi
     failed = engine.cache.load(first)
     assert engine.copies.wait_idle(SECONDS)  # which cancels it
     ours, theirs = engine.cache.load(first), engine.cache.load(second, priority=-1)
-    assert not isinstance(failed, Short) and not isinstance(ours, Short) and not isinstance(theirs, Short)
+    assert (
+        not isinstance(failed, NotEnoughPages)
+        and not isinstance(ours, NotEnoughPages)
+        and not isinstance(theirs, NotEnoughPages)
+    )
     assert set(ours) == set(failed)
     engine.cache.start_loading()
     assert engine.copies.wait_idle(SECONDS)
@@ -254,7 +258,7 @@ def test_pages_whose_load_has_not_brought_them_are_not_inserted(
         for path in engine.copies._path.values():
             patched.setattr(path, "up", late)
         pages = engine.cache.load(held)
-        assert not isinstance(pages, Short)
+        assert not isinstance(pages, NotEnoughPages)
         if begun:
             engine.cache.start_loading()
         with pytest.raises(InvalidRequest):
@@ -284,7 +288,7 @@ def test_a_load_that_fails_after_its_last_layer_was_queued_leaves_no_page(
 
     held, other = engine.cache.match(PROMPT), engine.cache.match(PROMPT)
     before = engine.cache.take_device(4) if second else as_pages([])
-    assert not isinstance(before, Short)
+    assert not isinstance(before, NotEnoughPages)
     if second:
         for page, page_hash in zip(before, PROMPT, strict=True):
             engine.compute(int(page), page_hash)
@@ -321,13 +325,13 @@ def test_requests_at_the_same_time_have_their_own_bytes_from_match_to_release(po
             held = engine.cache.match(hashes)
             with begins:
                 host = engine.cache.load(held)
-                signal = None if isinstance(host, Short) else engine.cache.start_loading()
+                signal = None if isinstance(host, NotEnoughPages) else engine.cache.start_loading()
             if signal is not None:
                 signal.wait(SHAPE.layers - 1, SECONDS)
-            pages = [*held.device, *([] if isinstance(host, Short) else host.tolist())]
+            pages = [*held.device, *([] if isinstance(host, NotEnoughPages) else host.tolist())]
             check(engine, as_pages(pages), hashes[: len(pages)])
             fresh = engine.cache.take_device(len(hashes) - len(pages))
-            if not isinstance(fresh, Short):
+            if not isinstance(fresh, NotEnoughPages):
                 for page, page_hash in zip(fresh, hashes[len(pages) :], strict=True):
                     engine.compute(int(page), page_hash)
                 engine.cache.insert(hashes, [*pages, *fresh.tolist()])

@@ -11,7 +11,7 @@ import torch
 
 from kvgrpc.client import SyncClient
 from kvgrpc.prefetch.copies.engine import CopyEngine
-from kvgrpc.prefetch.model import Short, WritePolicy
+from kvgrpc.prefetch.model import NotEnoughPages, WritePolicy
 from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.shape import Component, HostLayout, PageShape
 from kvgrpc.prefetch.tree.cache import TieredCache
@@ -78,7 +78,7 @@ def test_a_prompt_leaves_all_tiers_but_storage_and_comes_back_layer_by_layer(tie
     tokens = prompt(20)
     hashes = hashes_of(tokens)
     pages = cache.take_device(20)
-    assert not isinstance(pages, Short)
+    assert not isinstance(pages, NotEnoughPages)
     compute(copies, pages)
     before = content(copies, pages)
     cache.insert(hashes, pages.tolist())
@@ -120,7 +120,7 @@ def test_a_device_pool_is_free_again_when_its_cache_was_closed(tmp_path: Path) -
         )
         cache, copies = parts(opened)
         pages = cache.take_device(PAGES)
-        assert not isinstance(pages, Short)
+        assert not isinstance(pages, NotEnoughPages)
         compute(copies, pages)
         cache.insert(hashes_of(prompt(PAGES)), pages.tolist())
         opened.close()

@@ -22,6 +22,7 @@ from kvgrpc.errors import (
     RegistrationShapeConflict,
     StaleEpoch,
     StoreUnavailable,
+    TooManyRequests,
     WarmingUp,
 )
 from kvgrpc.model import Layout, Role
@@ -34,6 +35,7 @@ from kvgrpc.registry.store.etcd import EtcdStore, view
 from kvgrpc.registry.store.etcd.client import EtcdClient
 from kvgrpc.registry.store.etcd.housekeeping import Housekeeping
 from kvgrpc.registry.store.etcd.v1 import etcd_pb2
+from kvgrpc.rpc.audience import Audiences
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS
@@ -45,6 +47,7 @@ from kvgrpc.wire import rank_ref_to_pb
 from tests.support.etcd import ETCD, Etcd, free_port, running_etcd
 from tests.support.mirrored import known_engines
 from tests.support.registry_serving import POOLS, TP2, dial, failure, request_of
+from tests.support.secrets import bearer, tokens_of
 from tests.support.waiting import until
 from tests.unit.registry.builders import pool, ranks, row
 
@@ -60,13 +63,16 @@ class Replica:
         self.store = EtcdStore([etcd.address], ttl=ttl, prefix=prefix)
         self.servicer = RegistryServicer(self.store)
 
-    async def start(self, port: int = 0) -> Replica:
-        self.server = grpc.aio.server(interceptors=interceptors_of(ServerSecurity()), options=SERVER_OPTIONS)
+    async def start(self, port: int = 0, security: ServerSecurity | None = None) -> Replica:
+        audiences = Audiences()
+        interceptors = interceptors_of(security or ServerSecurity(), audiences=audiences)
+        self.server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         add_registry_to_server(self.servicer, self.server)
         self.port = self.server.add_insecure_port(f"127.0.0.1:{port}")
         await self.servicer.start()
         await self.server.start()
         self.address = f"127.0.0.1:{self.port}"
+        audiences.add(self.address)
         self.channel = open_channel(self.address, own_connection=True)
         self.stub = RegistryServiceStub(self.channel)
         await until(lambda: self.store.warming_up_for == 0)
@@ -106,6 +112,41 @@ async def replicas(etcd: Etcd, request: pytest.FixtureRequest) -> AsyncIterator[
     for replica in made:
         with contextlib.suppress(Exception):
             await replica.stop()
+
+
+async def test_one_caller_leaves_rows_to_others_whichever_replica_it_asks(
+    etcd: Etcd, request: pytest.FixtureRequest
+) -> None:
+    """Who registered a row stands beside it, so all replicas count alike, and one that starts later does."""
+    security = ServerSecurity(tokens=tokens_of("rank greedy-*:greedy\nrank honest-*:honest"))
+    prefix = f"/{request.node.name}/"
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def replica() -> Replica:
+            made = await Replica(etcd, prefix, ttl=60.0).start(security=security)
+            stack.push_async_callback(made.stop)
+            made.store._view.owners._rows._limit = 32
+            return made
+
+        async def register(at: Replica, name: str, number: int) -> None:
+            metadata = (("authorization", bearer(name, at.address)),)
+            await at.stub.Register(request_of(row(engine=f"{name}-{number}")), timeout=20, metadata=metadata)
+
+        here, there = await replica(), await replica()
+        for number in range(16):
+            await register(here, "greedy", number)
+        await until(lambda: len(there.known()) == 16)
+        for each in (here, there, await replica()):
+            refused = await failure(register(each, "greedy", 16))
+            assert isinstance(refused, TooManyRequests) and refused.retry_after
+            assert refused.metadata["scope"] == "rows of one caller"
+        await register(there, "greedy", 3)  # a renewal takes no place
+        await register(there, "honest", 0)
+        metadata = (("authorization", bearer("greedy", here.address)),)
+        gone = [rank_ref_to_pb(row(engine=f"greedy-{number}").ref) for number in range(8)]
+        await here.stub.Deregister(pb.DeregisterRequest(ranks=gone), timeout=20, metadata=metadata)
+        await until(lambda: len(there.known()) == 9)
+        await register(there, "greedy", 16)
 
 
 class TestReplicasAreOneRegistry:

@@ -16,6 +16,7 @@ from kvgrpc.dataplane.base import Outcome
 from tests.soak import rank, router
 from tests.soak.node import Engine
 from tests.soak.orders import NO_REASON, ROOM_SECONDS, Ended, Fault, OpenRank, content
+from tests.soak.pulls import PullPlan, PullSoak
 from tests.soak.router import Router
 from tests.soak.verdict import KILLED, LATE_FROM_ROOMS, Plan, Result, Room
 from tests.support.faults.dataplane import Submission
@@ -50,6 +51,14 @@ def test_ranks_killed_every_second_cost_only_their_own_rooms(tmp_path: Path) -> 
     # A rank that a busy machine is slow to start puts off the next one.
     assert result.kills.total() + result.stops.total() >= 3
     assert result.successes >= 300
+
+
+@pytest.mark.timeout(290)
+@pytest.mark.parametrize("data_plane", ["shm", pytest.param("mooncake", marks=[NEEDS_MOONCAKE, pytest.mark.slow])])
+def test_pulls_among_engines_that_are_killed_and_stopped_bring_right_bytes(data_plane: str, tmp_path: Path) -> None:
+    result = PullSoak(PullPlan(12.0, data_plane), tmp_path).run()
+    assert result.problems == [], (tmp_path / f"pulls-{data_plane}.log").read_text()[-4000:]
+    assert result.faults.total() >= 2
 
 
 def never_opens(pipe: Connection, *others: object) -> None:

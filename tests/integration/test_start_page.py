@@ -1,4 +1,4 @@
-"""The first hand-off of docs/start.md runs as it is typed, and ``kvgrpc why`` finds its room."""
+"""What docs/start.md and docs/engines/api.md say to type runs as it is typed, and ``kvgrpc why`` finds the room."""
 
 from __future__ import annotations
 
@@ -36,6 +36,17 @@ def test_the_first_hand_off_prints_what_the_page_says_and_why_tells_the_cause() 
     assert re.sub(r":\d+$", "", said[0]) == re.sub(r":\d+$", "", promised[0])
     assert said[1:] == promised[1:]
     assert "the user went away" in ran.stderr and "ROOM_CANCELLED" in ran.stderr
+
+
+def test_the_api_guide_of_engines_runs_as_it_stands() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engines" / "api.md").read_text()
+    session = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    ran = subprocess.run([sys.executable, "-c", session], capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert [line for line in ran.stdout.splitlines() if not line.startswith(("I2", "W2"))] == [
+        *("True True", "0.0", "WaitingForInput", "Success Success 1.0 4242", "Failed ROOM_CANCELLED", "True"),
+        "0 True",
+    ]
 
 
 def test_the_blocks_can_be_pasted_into_a_prompt() -> None:

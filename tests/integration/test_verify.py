@@ -20,7 +20,7 @@ def start() -> Iterator[Open]:
     opened: list[RankHost] = []
 
     def open_one(engine: str, role: str, **settings: Any) -> RankHost:
-        opened.append(RankHost(engine, role, settings))
+        opened.append(RankHost(engine, role, {"check_pages": True, **settings}))
         return opened[-1]
 
     yield open_one

@@ -1,1 +1,1 @@
-"""Small faults, one at a time, in the pure folders: which of them does no test notice? ``make mutants`` runs it."""
+"""Small faults, one at a time, in pure folders and in shells: which does no test notice? ``make mutants`` runs it."""

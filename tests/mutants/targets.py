@@ -54,6 +54,45 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
         " prefetch/protocol/order.py prefetch/protocol/book.py",
         ("unit/prefetch/test_operations_alone.py", "simulation/prefetch/test_replicas.py"),
     ),
+    # Shells, which do I/O: a fault lives in a fork, so their tests begin no gRPC before it.
+    "runtime": (
+        "transfer/runtime/resolve.py transfer/runtime/search.py transfer/runtime/death_proofs.py"
+        " transfer/runtime/worker.py transfer/runtime/guarded.py transfer/runtime/gather.py transfer/runtime/summing.py"
+        " transfer/runtime/fair_queue.py transfer/runtime/dead_peers.py transfer/runtime/past_rooms.py",
+        (
+            *("unit/transfer/test_prefill_resolver.py", "unit/transfer/test_search.py", "unit/transfer/test_worker.py"),
+            *("unit/transfer/test_guarded.py", "unit/transfer/test_gather.py", "unit/transfer/test_summing.py"),
+            *("unit/transfer/test_fair_queue.py", "unit/transfer/test_dead_peers.py"),
+            "unit/transfer/test_past_rooms.py",
+        ),
+    ),
+    "managers": (
+        "transfer/runtime/manager.py transfer/runtime/decode_manager.py transfer/runtime/prefill_manager.py"
+        " transfer/runtime/session_writer.py transfer/runtime/boundary.py",
+        ("contract/transfer/test_sessions.py", "contract/transfer/test_limits.py"),
+    ),
+    "rpc": (
+        "rpc/*.py rpc/interceptors/*.py",
+        ("unit/rpc", "contract/test_security.py", "contract/test_callers.py"),
+    ),
+    "server": (
+        "server/*.py",
+        ("unit/server", "contract/test_open_rank.py", "contract/test_status.py", "contract/test_lifecycle.py"),
+    ),
+    "store": ("registry/store/*.py", ("unit/registry",)),
+    "storage": (
+        "prefetch/storage/*.py prefetch/storage/file/*.py prefetch/runtime/*.py prefetch/threads/*.py",
+        (
+            *("unit/prefetch/storage", "unit/prefetch/test_a_hung_store.py", "unit/prefetch/test_operations_alone.py"),
+            "unit/prefetch/test_operations_ending.py",
+        ),
+    ),
+    "engines": (
+        # Those that load without an engine; the others' tests are in tests/engines.
+        "engines/addresses.py engines/compatibility.py engines/identity.py engines/sglang/clearing.py"
+        " engines/sglang/deadlines.py engines/sglang/held.py engines/sglang/samples.py engines/sglang/rank.py",
+        ("unit/engines",),
+    ),
     "rest": (
         "hashing.py net.py paging.py arrays.py model.py prefetch/protocol/votes.py"
         " prefetch/protocol/fair_queue.py prefetch/storage/keys.py",

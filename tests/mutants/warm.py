@@ -109,12 +109,10 @@ class _Answering:
             os.setpgid(0, 0)
             if self._cpu_seconds:
                 resource.setrlimit(resource.RLIMIT_CPU, (self._cpu_seconds, self._cpu_seconds))
-            if mutant is None:
-                os._exit(self._run(session.items, note_calls=True))
-            function = patched(mutant)
-            if function is None:
-                os._exit(NOT_PATCHED)
-            os._exit(self._run([item for item in session.items if self._reaches(item, mutant, function)]))
+            try:
+                os._exit(self._answer_of(session, mutant))
+            except BaseException:  # a signal that nobody handles because of the fault: the fork must not go on as us
+                os._exit(1)
         began = time.monotonic()
         status = ended_within(child, LONGEST_SECONDS if mutant is None else self._limit)
         self._learn(first=mutant is None)
@@ -128,16 +126,25 @@ class _Answering:
             return HUNG
         return {0: PASSED, NOT_PATCHED: NOT_THIS_WAY}.get(os.waitstatus_to_exitcode(status), FAILED)
 
+    def _answer_of(self, session: pytest.Session, mutant: Mutant | None) -> int:
+        """In the fork."""
+        if mutant is None:
+            return self._run(session.items, note_calls=True)
+        function = patched(mutant)
+        if function is None:
+            return NOT_PATCHED
+        return self._run([item for item in session.items if self._reaches(item, mutant, function)])
+
     def _run(self, items: Sequence[pytest.Item], note_calls: bool = False) -> int:
         items = sorted(items, key=self._place)
+        calls = Calls()
         for item, following in zip(items, [*items[1:], None], strict=False):
-            called: set[tuple[str, int]] = set()
             if note_calls:
-                note_calls_in(called)
+                calls.begin()
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if note_calls:
                 sys.settrace(None)
-                self._note(item.nodeid, 0.0, False, sorted(called))
+                self._note(item.nodeid, 0.0, False, sorted(calls.called))
             if item.session.testsfailed:
                 return 1
         return 0
@@ -180,20 +187,26 @@ def ended_within(child: int, limit: float) -> int | None:
     return None
 
 
-def note_calls_in(called: set[tuple[str, int]]) -> None:
-    """From now on, which functions of ours are called: file and first line."""
-    ours = str(ROOT / "kvgrpc")
-    seen: dict[int, CodeType] = {}
+class Calls:
+    """Which functions of ours are ``called`` since ``begin``, by whatever thread: file and first line. One that was
+    started by an earlier test and serves all of them, as a loop does, counts for the test of the moment."""
 
-    def note(frame: FrameType, *_: object) -> None:
+    def __init__(self) -> None:
+        self.called: set[tuple[str, int]] = set()
+        self._seen: dict[int, CodeType] = {}
+        self._ours = str(ROOT / "kvgrpc")
+
+    def begin(self) -> None:
+        self.called, self._seen = set(), {}
+        threading.settrace(self._note)
+        sys.settrace(self._note)
+
+    def _note(self, frame: FrameType, *_: object) -> None:
         code = frame.f_code
-        if id(code) not in seen:
-            seen[id(code)] = code
-            if code.co_filename.startswith(ours):
-                called.add((code.co_filename, code.co_firstlineno))
-
-    threading.settrace(note)
-    sys.settrace(note)
+        if id(code) not in self._seen:
+            self._seen[id(code)] = code
+            if code.co_filename.startswith(self._ours):
+                self.called.add((code.co_filename, code.co_firstlineno))
 
 
 def patched(mutant: Mutant) -> range | None:

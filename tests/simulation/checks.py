@@ -43,7 +43,7 @@ class Promise:
 
 
 class Promises:
-    """The liveness of the case table in docs/session.md, wherever a schedule happens to hold a single fault."""
+    """The liveness of the case table in docs/session/cases.md, wherever a schedule happens to hold a single fault."""
 
     def __init__(self, world: World) -> None:
         self._world = world

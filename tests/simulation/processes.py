@@ -15,6 +15,7 @@ from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeRoom
+from kvgrpc.transfer.protocol.page_check import PoolSize, ReadPages, WrittenPages
 from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillCore, PrefillRoom
 from kvgrpc.transfer.protocol.types import Bounds, Destination, KVPoll, RoomKey, Target, Timing
 from tests.simulation.plane import Plane
@@ -99,7 +100,12 @@ class DecodeProcess(Process):
     def __init__(self, world: World, number: int, epoch: int, core: type[DecodeCore], bounds: Bounds) -> None:
         super().__init__(world, number, RankRef(world.fleet.decodes[number], epoch))
         self.core = core(
-            self.ref, timing=TIMING, bounds=bounds, connections=self._connections, deliver_aux=self._deliver_aux
+            self.ref,
+            timing=TIMING,
+            bounds=bounds,
+            connections=self._connections,
+            deliver_aux=self._deliver_aux,
+            written=WrittenPages([PoolSize("kv", POOL_PAGES), PoolSize("state", STATE_PAGES)]),
         )
         self.take = Work(self.core).take
         self.free = list(range(POOL_PAGES))
@@ -237,7 +243,7 @@ class PrefillProcess(Process):
     ) -> None:
         super().__init__(world, number, RankRef(world.fleet.prefills[number], epoch))
         self.address = address
-        self.core = core(self.ref, timing=TIMING, bounds=bounds)
+        self.core = core(self.ref, timing=TIMING, bounds=bounds, read=ReadPages(PoolSize("kv", 2 * POOL_PAGES)))
         self.take = Work(self.core).take
         self.plane = Plane(world, self)
         self.draining = False

@@ -40,7 +40,7 @@ class _DecodeWithout2(DecodeCore):
 class _PrefillWithout2(PrefillCore):
     """Applies frames of any stream, and welcomes smaller ones."""
 
-    def _counts(self) -> bool:
+    def _refuses_smaller_streams(self) -> bool:
         return False
 
     def _current(self, pair: PrefillPair, stream: object) -> bool:

@@ -1,4 +1,4 @@
-"""Every line of the case table in docs/session.md, in its order, as directed schedules of the real cores."""
+"""Every line of the case table in docs/session/cases.md, in its order, as directed schedules of the real cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of docs/session.md that its case table leaves out, as directed schedules of the real cores."""
+"""Rules of docs/session.md that the table of cases leaves out, as directed schedules of the real cores."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Routes and their search, on a loop of virtual time: which dp rank has a room, whatever the other ranks answer.
+"""How prefill is resolved and searched, on a loop of virtual time: which dp rank has a room, whatever others answer.
 
-The decode core, Routes and RoomSearch are the product's; ranks, their sessions and the registry are fakes.
+The decode core, PrefillResolver and RoomSearch are the product's; ranks, their sessions and the registry are fakes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvgrpc.transfer.protocol.types import (
     Writes,
 )
 from kvgrpc.transfer.runtime.boundary import RoomRequest
-from kvgrpc.transfer.runtime.resolve import PrefillEngine, ReceiverRoom, Routes
+from kvgrpc.transfer.runtime.resolve import PrefillEngine, PrefillResolver, ReceiverRoom
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from tests.simulation.requests import WatchedHandle
 from tests.simulation.virtual_loop import run
@@ -106,7 +106,7 @@ class Fleet:
         self.tasks: set[asyncio.Task[None]] = set()
         self.violations: list[str] = []
         shape = Shape(RankId("D"), Layout(), (), (), "fake")
-        self.routes = Routes(self.core, shape, self.resolve, self.open_channel, self.start, self.pump)
+        self.routes = PrefillResolver(self.core, shape, self.resolve, self.open_channel, self.start, self.pump)
 
     @property
     def now(self) -> float:
@@ -123,7 +123,7 @@ class Fleet:
         if not task.cancelled() and task.exception() is not None:
             self.violations.append(f"{task.get_name()} raised {task.exception()!r}")
 
-    # What Routes asks.
+    # What PrefillResolver asks.
 
     async def resolve(self, bootstrap_addr: str, decode: RankId, at_once: bool = False) -> PrefillEngine:
         if self.moody_registry and self.random.random() < 0.3:

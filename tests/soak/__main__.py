@@ -1,7 +1,9 @@
-"""``make soak``: thousands of hand-offs between engines of unequal tp, with ranks killed and stopped, writes that fail.
+"""``make soak``: thousands of hand-offs between engines of unequal tp, with ranks killed and stopped, writes that fail;
+then pulls among caches, whose engines are killed, stopped and emptied.
 
-``python -m tests.soak [--rooms 2000] [--seconds 60] [--data-plane shm] [--data-plane mooncake] [--json PATH]``. With
-several data planes each gets its share of rooms and time. The last line is ``kvgrpc soak: OK (...)`` or ``FAILED``.
+``python -m tests.soak [--rooms 2000] [--seconds 60] [--data-plane shm] [--data-plane mooncake] [--pull-seconds 20]
+[--json PATH]``. With several data planes each gets its share of rooms and time. The last line is
+``kvgrpc soak: OK (...)`` or ``FAILED``.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvgrpc.dataplane.base import Outcome
+from tests.soak.pulls import PullPlan, PullResult, PullSoak
 from tests.soak.router import Router
 from tests.soak.verdict import Plan, Result
 
@@ -26,7 +29,8 @@ from tests.soak.verdict import Plan, Result
 def main() -> int:
     options = _parse()
     console = Console() if sys.stdout.isatty() else Console(width=140)
-    results = []
+    results: list[Result] = []
+    pulled: list[PullResult] = []
     logs = Path(tempfile.mkdtemp(prefix="kvgrpc-soak-"))
     for number, data_plane in enumerate(options.data_plane):
         share = len(options.data_plane)
@@ -40,16 +44,20 @@ def main() -> int:
         )
         results.append(_run(plan, logs / data_plane, console))
         _show(results[-1], console)
+        if options.pull_seconds:
+            plan_of_pulls = PullPlan(options.pull_seconds / share, data_plane, seed=options.seed + number)
+            pulled.append(PullSoak(plan_of_pulls, logs).run())
+    ended: list[Result | PullResult] = [*results, *pulled]
     if options.json:
-        options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1) + "\n")
-    problems = [problem for result in results for problem in result.problems]
+        options.json.write_text(json.dumps([dataclasses.asdict(result) for result in ended], indent=1) + "\n")
+    problems = [problem for result in ended for problem in result.problems]
     for problem in problems[:20]:
         console.print(problem, style="red", markup=False)
     if problems:
         console.print(f"what the processes said: {logs}", markup=False)
     else:
         shutil.rmtree(logs)
-    print(f"kvgrpc soak: {'FAILED' if problems else 'OK'} ({_summary(results)})")
+    print(f"kvgrpc soak: {'FAILED' if problems else 'OK'} ({_summary(results)}{_summary_of_pulls(pulled)})")
     return 1 if problems else 0
 
 
@@ -109,6 +117,14 @@ def _summary(results: list[Result]) -> str:
     return f"{rooms} hand-offs over {planes}, {ends}, {kills} kills, {stops} stops, {seconds:.0f} s"
 
 
+def _summary_of_pulls(results: list[PullResult]) -> str:
+    if not results:
+        return ""
+    pulls, pages = sum(each.pulls for each in results), sum(each.pages for each in results)
+    faults, longest = sum(each.faults.total() for each in results), max(each.longest for each in results)
+    return f"; {pulls} pulls of {pages:,} pages, {faults} kills and stops, the longest {longest:.2f} s"
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__.split("\n")[0])
     parser.add_argument("--rooms", type=int, default=2_000)
@@ -116,6 +132,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--data-plane", action="append", choices=["shm", "mooncake"])
     parser.add_argument("--in-flight", type=int, default=24)
     parser.add_argument("--kill-every", type=float, default=3.0, help="seconds, while their role has another engine")
+    parser.add_argument("--pull-seconds", type=float, default=20.0, help="of pulls among caches; 0: none")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()

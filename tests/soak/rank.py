@@ -293,6 +293,7 @@ def _open(order: OpenRank) -> tuple[Rank[Any], FaultyDataPlane, Any]:
         aux=(AuxBuffer(aux, AUX_BYTES, AUX_ROWS),),
         data_plane=plane,
         registry=order.registry if order.role == "PREFILL" else "",
+        check_pages=order.role == "DECODE",  # prefill's pages never change: rooms read them at any place
         timing=Timing(room_deadline=ticks, unclaimed=ticks),
     )
     shape = LAYERS, PAGES, TOKENS, len(order.heads), DIM

@@ -14,7 +14,7 @@ from kvgrpc.hashing import page_hashes, storage_seed
 from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.prefetch.config import PrefetchConfig
 from kvgrpc.prefetch.manager import PrefetchManager
-from kvgrpc.prefetch.model import OperationKind, PrefetchLimits, Short
+from kvgrpc.prefetch.model import NotEnoughPages, OperationKind, PrefetchLimits
 from kvgrpc.prefetch.pools.host import Bytes
 from kvgrpc.prefetch.pools.shape import PageShape
 from kvgrpc.prefetch.protocol.operation import Operation
@@ -61,7 +61,7 @@ class CacheRank:
         """The host has these pages, as if an engine had written them."""
         manager = self.manager
         pages = manager.host.table.take(len(hashes))
-        assert not isinstance(pages, Short)
+        assert not isinstance(pages, NotEnoughPages)
         for page, each in zip(pages, hashes, strict=True):
             manager.host.set_flat(int(page), bytes_of(each))
         manager.host.table.commit(pages)

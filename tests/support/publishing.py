@@ -21,8 +21,11 @@ from tests.support.waiting import until
 class Publishing:
     """One engine's events. Belongs to the event loop that it is used on."""
 
-    def __init__(self, engine: str = "engine", dp: int = 0, **settings: Any) -> None:
+    def __init__(
+        self, engine: str = "engine", dp: int = 0, *, security: ServerSecurity | None = None, **settings: Any
+    ) -> None:
         self.engine, self.dp = engine, dp
+        self.security = security or ServerSecurity()
         self.settings = {"publisher": "null", **settings}
         self.address = ""
         self.holds: dict[str, Counter[int]] = {}
@@ -55,9 +58,13 @@ class Publishing:
     async def serve(self) -> None:
         """Answers again, at the same address."""
         servicer = EventServicer([self.publisher.stream], heartbeat_seconds=0.1)
-        self.server = grpc.aio.server(interceptors=interceptors_of(ServerSecurity()), options=SERVER_OPTIONS)
+        self.server = grpc.aio.server(interceptors=interceptors_of(self.security), options=SERVER_OPTIONS)
         add_EventServiceServicer_to_server(servicer, self.server)
-        port = self.server.add_insecure_port(self.address or "127.0.0.1:0")
+        address, credentials = self.address or "127.0.0.1:0", self.security.credentials()
+        if credentials is None:
+            port = self.server.add_insecure_port(address)
+        else:
+            port = self.server.add_secure_port(address, credentials)
         self.address = f"127.0.0.1:{port}"
         await self.server.start()
 

@@ -1,4 +1,6 @@
-"""A rank with a cache that lends and takes, in a process of its own: ``ENGINE REGISTRY PLANE``.
+"""A rank with a cache that lends and takes, in a process of its own: ``ENGINE REGISTRY PLANE LISTEN LENDS NAMESPACE``.
+
+LISTEN and LENDS are where it serves and where its pages are lent, NAMESPACE that of a network, or "".
 
 Takes orders as lines of JSON, answers each with one; ends with its standard input.
 """
@@ -17,8 +19,11 @@ from typing import Any
 from kvgrpc.prefetch.model import OperationKind
 from kvgrpc.prefetch.pools.shape import PageShape
 from kvgrpc.pull.model import PullConfig
+from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.server import ClientSecurity, ServerSecurity
 from tests.support import cache_serving
 from tests.support.cache_serving import LIMITS, PAGE_TOKENS, CacheRank, hashes_of, open_cache_rank, prompt
+from tests.support.link import enter
 
 # Pages large enough that a pull of many takes a while.
 PAGE = PageShape.mha(layers=8, page_tokens=PAGE_TOKENS, heads=8, head_dim=256, dtype="float16")
@@ -31,9 +36,12 @@ class Orders:
 
     def __init__(self, rank: CacheRank) -> None:
         self._rank = rank
+        self._occupied: dict[str, list[int]] = {}
 
     def fill(self, first: int, pages: int) -> dict[str, Any]:
-        """The host has the prompt."""
+        """The host has the prompt; where there is no room for it, it has nothing else any more."""
+        if self._rank.manager.host.table.counts()["free"] < pages:
+            self._rank.evict()
         self._rank.fill(hashes_of(prompt(pages, first)))
         return {}
 
@@ -41,9 +49,10 @@ class Orders:
         """How many ranks it would ask."""
         return {"holders": len(self._peer._holders.candidates())}
 
-    def pull(self, first: int, pages: int) -> dict[str, Any]:
-        """The prompt, as a scheduler orders it; what came has the right bytes."""
+    def pull(self, first: int, pages: int, keep: bool = False) -> dict[str, Any]:
+        """The prompt, as a scheduler orders it; what came has the right bytes. ``keep``: and is lent to others."""
         hashes = hashes_of(prompt(pages, first))
+        before = self._rank.manager.controller.keeper.leading(hashes)
         began = time.monotonic()
         operation = self._rank.start(OperationKind.PREFETCH, hashes)
         assert operation.wait(60.0)
@@ -51,8 +60,28 @@ class Orders:
         row = self._rank.manager.controller.book.row(operation)
         self._rank.assert_bytes(hashes[: row.completed])
         reserved = self._rank.manager.host.table.counts()["reserved"]
-        self._rank.evict()
-        return {"state": row.state.name, "completed": row.completed, "took": took, "reserved": reserved}
+        if not keep:
+            self._rank.evict()
+        came = max(0, row.completed - before)
+        return {"state": row.state.name, "completed": row.completed, "came": came, "took": took, "reserved": reserved}
+
+    def evict(self) -> dict[str, Any]:
+        """The host has nothing any more."""
+        return {"evicted": self._rank.evict()}
+
+    def drain(self) -> dict[str, Any]:
+        """It leaves: what is on its way has no time left."""
+        LoopThread.shared().run(self._rank.rank.drain(0.0), 30.0)
+        return {}
+
+    def occupy(self, direction: str) -> dict[str, Any]:
+        """Every staging page of a direction is somebody's."""
+        self._occupied[direction] = getattr(self._peer._staging, direction).take(1 << 20)
+        return {"pages": len(self._occupied[direction])}
+
+    def free(self, direction: str) -> dict[str, Any]:
+        getattr(self._peer._staging, direction).give_back(self._occupied.pop(direction))
+        return {}
 
     def lent(self) -> dict[str, Any]:
         """Staging pages that are out, of either direction, and pages of the cache that somebody reads."""
@@ -60,13 +89,19 @@ class Orders:
         read = self._rank.manager.host.table.counts()["read"]
         return {"lending": staging.lending.taken, "landing": staging.landing.taken, "read": read}
 
+    def awaited(self) -> dict[str, Any]:
+        """Ranks that it lost and dials all the same."""
+        return {"ranks": len(self._peer._receiving._routes._awaited)}
+
     @property
     def _peer(self) -> Any:
         return self._rank.rank._cache_peer
 
 
 def main() -> None:
-    engine, registry, plane = sys.argv[1:4]
+    engine, registry, plane, listen, lends, namespace = sys.argv[1:]
+    if namespace:
+        enter(namespace)
     cache_serving.SHAPE = PAGE
     rank = open_cache_rank(
         Path(),
@@ -74,10 +109,13 @@ def main() -> None:
         plane_name=plane,
         engine=engine,
         registry=registry,
+        listen=listen,
+        server_security=ServerSecurity(insecure=True),
+        client_security=ClientSecurity(insecure=True),
         shape=PAGE,
         host_pages=HOST_PAGES,
         limits=replace(LIMITS, batch_pages=64, storage_timeout=20.0, occupancy=1.0),
-        pull=PullConfig(staging_pages=256, stall_timeout=STALL_SECONDS),
+        pull=PullConfig(staging_pages=256, stall_timeout=STALL_SECONDS, listen=lends),
     )
     orders = Orders(rank)
     print(json.dumps({"address": rank.address}), flush=True)

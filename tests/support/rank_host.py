@@ -31,13 +31,18 @@ class RankProcess:
     """
 
     def __init__(self, engine: str, role: str, **settings: Any) -> None:
+        settings.setdefault("check_pages", True)
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
-        self._process = context.Process(target=_serve, args=(child, engine, role, settings), daemon=True)
+        arguments = child, self._kind(), engine, role, settings
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         child.close()
         self.address: str = ""
         self.ref = ""
+
+    def _kind(self) -> type[RankHost]:
+        return RankHost
 
     def opened(self) -> RankProcess:
         """Waits until the rank is open."""
@@ -367,12 +372,12 @@ def _view(address: int, shape: tuple[int, ...]) -> Any:
     return np.ctypeslib.as_array((ctypes.c_uint8 * int(np.prod(shape))).from_address(address)).reshape(shape)
 
 
-def _serve(pipe: Connection, engine: str, role: str, settings: dict[str, Any]) -> None:
+def _serve(pipe: Connection, kind: type[RankHost], engine: str, role: str, settings: dict[str, Any]) -> None:
     namespace = settings.pop("namespace", "")
     try:
         if namespace:
             link.enter(namespace)
-        host = RankHost(engine, role, settings)
+        host = kind(engine, role, settings)
     except Exception as error:
         pipe.send(("error", f"{type(error).__name__}: {error}"))
         return

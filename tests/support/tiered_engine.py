@@ -10,7 +10,7 @@ import torch
 
 from kvgrpc.prefetch.copies.engine import CopyEngine
 from kvgrpc.prefetch.copies.paths import IoBackend
-from kvgrpc.prefetch.model import PrefetchLimits, Short, WritePolicy
+from kvgrpc.prefetch.model import NotEnoughPages, PrefetchLimits, WritePolicy
 from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
@@ -68,7 +68,7 @@ class Engine:
         held = self.cache.match(hashes)
         loaded = self.cache.load(held)
         pages = list(held.device)
-        if not isinstance(loaded, Short):
+        if not isinstance(loaded, NotEnoughPages):
             signal = self.cache.start_loading()
             if signal is not None:
                 signal.wait(SHAPE.layers - 1, SECONDS)
@@ -77,7 +77,7 @@ class Engine:
         for page, page_hash in zip(pages, hashes, strict=False):
             self.check(page, page_hash)
         fresh = self.cache.take_device(len(hashes) - len(pages))
-        if not isinstance(fresh, Short):
+        if not isinstance(fresh, NotEnoughPages):
             for page, page_hash in zip(fresh, hashes[len(pages) :], strict=True):
                 self.compute(int(page), page_hash)
             self.computed += len(fresh)

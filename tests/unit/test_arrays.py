@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import MAX_REGIONS, Pool, Region, check_pools
-from kvgrpc.transfer.aux import AuxBuffer
+from kvgrpc.transfer.aux_rows import AuxBuffer
 
 
 def test_an_array_for_each_layer_is_a_region_for_each_layer() -> None:

@@ -33,7 +33,7 @@ def pool(**changes: Any) -> Pool:
 
 
 def region(**changes: Any) -> Pool:
-    return pool(regions=(REGION, dataclasses.replace(REGION, component="v", address=8192, **changes)))
+    return pool(regions=(REGION, REGION._replace(component="v", address=8192, **changes)))
 
 
 def wrong_fields(*pools: Pool) -> list[str]:
@@ -59,12 +59,12 @@ def wrong_fields(*pools: Pool) -> list[str]:
         (pool(head_count=NARROW), "pools[0].head_count"),
         (region(layer=NARROW), "pools[0].regions[1].layer"),
         (region(layer=-1), "pools[0].regions[1].layer"),
-        (pool(regions=(dataclasses.replace(REGION, component=""),)), "pools[0].regions[0].component"),
-        (pool(regions=(REGION, dataclasses.replace(REGION, address=8192))), "pools[0].regions[1]"),
+        (pool(regions=(REGION._replace(component=""),)), "pools[0].regions[0].component"),
+        (pool(regions=(REGION, REGION._replace(address=8192))), "pools[0].regions[1]"),
         (region(page_bytes=0), "pools[0].regions[1].page_bytes"),
         (region(page_bytes=65), "pools[0].regions[1].page_bytes"),
-        (pool(regions=(dataclasses.replace(REGION, address=0),)), "pools[0].regions[0].address"),
-        (pool(regions=(dataclasses.replace(REGION, address=2**64 - 4 * 64 + 1),)), "pools[0].regions[0].address"),
+        (pool(regions=(REGION._replace(address=0),)), "pools[0].regions[0].address"),
+        (pool(regions=(REGION._replace(address=2**64 - 4 * 64 + 1),)), "pools[0].regions[0].address"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -79,9 +79,7 @@ def test_a_layout_without_sizes_is_one_rank_and_a_pool_without_heads_has_none() 
 
 def test_pools_have_names_of_their_own_and_a_bound_together() -> None:
     assert wrong_fields(POOL, POOL) == ["pools[1].name"]
-    regions = tuple(
-        dataclasses.replace(REGION, layer=layer, address=4096 * (layer + 1)) for layer in range(MAX_REGIONS)
-    )
+    regions = tuple(REGION._replace(layer=layer, address=4096 * (layer + 1)) for layer in range(MAX_REGIONS))
     check([pool(regions=regions)])
     assert wrong_fields(pool(regions=regions), pool(name="more")) == ["pools"]
 
@@ -92,8 +90,8 @@ def test_what_is_just_right_is_taken() -> None:
     check([pool(page_tokens=1)])
     check([pool(pages=NARROW - 1), pool(name="b", heads_total=NARROW - 1), pool(name="c", head_start=0, pages=1)])
     check([region(layer=NARROW - 1, page_bytes=1)])
-    check([pool(regions=(dataclasses.replace(REGION, address=2**64 - 4 * 64),))])
-    check([pool(regions=(dataclasses.replace(REGION, address=1),))])
+    check([pool(regions=(REGION._replace(address=2**64 - 4 * 64),))])
+    check([pool(regions=(REGION._replace(address=1),))])
     check([POOL.without_addresses()], addresses=False)
     assert POOL.without_addresses().regions[0].address == 0
 
@@ -104,9 +102,7 @@ def test_regions_may_lie_in_each_others_gaps_and_share_no_byte() -> None:
     check([pool(regions=(key, value))])
     check([pool(regions=(value, key))])
     for page_bytes, start, stride in ((65, 4096, 128), (64, 4097, 128), (64, 4096, 64)):
-        crossing = dataclasses.replace(
-            key, page_bytes=page_bytes, address=start, page_stride_bytes=max(stride, page_bytes)
-        )
+        crossing = key._replace(page_bytes=page_bytes, address=start, page_stride_bytes=max(stride, page_bytes))
         assert wrong_fields(pool(regions=(crossing, value)))
     # The last byte of a page and the first one of the next pool of pages touch, and no more.
     check([pool(regions=(REGION, Region(0, "v", 4096 + 4 * 64, 64, 64)))])
@@ -114,8 +110,8 @@ def test_regions_may_lie_in_each_others_gaps_and_share_no_byte() -> None:
 
 
 def test_a_region_whose_pages_reach_into_another_ones_next_page_names_that_one() -> None:
-    key = dataclasses.replace(REGION, address=4096, page_bytes=100, page_stride_bytes=200)
-    value = dataclasses.replace(key, component="v", address=4196, page_bytes=101)
+    key = REGION._replace(address=4096, page_bytes=100, page_stride_bytes=200)
+    value = key._replace(component="v", address=4196, page_bytes=101)
     with pytest.raises(InvalidRequest) as refused:
         check([pool(regions=(value, key))])
     assert refused.value.metadata["field"] == "pools[0].regions[0].address"
@@ -123,8 +119,8 @@ def test_a_region_whose_pages_reach_into_another_ones_next_page_names_that_one()
 
 
 def test_of_regions_with_two_strides_the_later_one_is_refused() -> None:
-    key = dataclasses.replace(REGION, address=4096, page_bytes=10, page_stride_bytes=200)
-    value = dataclasses.replace(key, component="v", address=4196, page_stride_bytes=400)
+    key = REGION._replace(address=4096, page_bytes=10, page_stride_bytes=200)
+    value = key._replace(component="v", address=4196, page_stride_bytes=400)
     assert wrong_fields(pool(regions=(key, value))) == ["pools[0].regions[1].address"]
 
 

@@ -40,6 +40,9 @@ pub enum Error {
     /// Nobody listens, or TLS fails.
     #[error("{0} does not answer: {1}")]
     Unreachable(String, tonic::transport::Error),
+    /// Nothing is named that an index could follow.
+    #[error("registries and sources are empty: name a registry, or ranks")]
+    NothingToFollow,
     /// The server refused a call.
     #[error(transparent)]
     Refused(#[from] Refusal),
@@ -47,19 +50,44 @@ pub enum Error {
 
 /// Opens a channel to "host:port" or "unix:/path", and waits until it stands.
 pub async fn connect(address: &str, options: Options) -> Result<AuthorizedChannel, Error> {
-    let target = target_of(address).ok_or_else(|| Error::Address(address.to_owned()))?;
-    if let Some(secret) = &options.secret {
-        if secret.chars().count() < SHORTEST_SECRET {
-            return Err(Error::ShortSecret(secret.chars().count()));
+    let dialer = Dialer::new(address, options)?;
+    let channel = dialer.endpoint.connect().await.map_err(|error| Error::Unreachable(dialer.target.clone(), error))?;
+    Ok(dialer.authorized(channel))
+}
+
+/// One process, and how it is dialled: as often as followers need it.
+#[derive(Clone)]
+pub struct Dialer {
+    target: String,
+    endpoint: Endpoint,
+    authorize: Authorize,
+}
+
+impl Dialer {
+    /// Checks the address and the options, and dials nobody.
+    pub fn new(address: &str, options: Options) -> Result<Self, Error> {
+        let target = target_of(address).ok_or_else(|| Error::Address(address.to_owned()))?;
+        if let Some(secret) = &options.secret {
+            if secret.chars().count() < SHORTEST_SECRET {
+                return Err(Error::ShortSecret(secret.chars().count()));
+            }
+            if !options.insecure && !is_encrypted(&options) && !is_local(&target) {
+                return Err(Error::Plaintext(target));
+            }
         }
-        if !options.insecure && !is_encrypted(&options) && !is_local(&target) {
-            return Err(Error::Plaintext(target));
-        }
+        let endpoint = endpoint(&target, &options).map_err(|error| Error::Unreachable(target.clone(), error))?;
+        let authorize = Authorize::new(options.secret, options.audience.unwrap_or_else(|| target.clone()));
+        Ok(Self { target, endpoint, authorize })
     }
-    let unreachable = |error| Error::Unreachable(target.clone(), error);
-    let channel = endpoint(&target, &options).map_err(unreachable)?.connect().await.map_err(unreachable)?;
-    let named = options.audience.clone().unwrap_or_else(|| target.clone());
-    Ok(InterceptedService::new(channel, Authorize::new(options.secret, named)))
+
+    /// A new channel, which connects with its first call, and again with the next where that failed.
+    pub fn channel(&self) -> AuthorizedChannel {
+        self.authorized(self.endpoint.connect_lazy())
+    }
+
+    fn authorized(&self, channel: Channel) -> AuthorizedChannel {
+        InterceptedService::new(channel, self.authorize.clone())
+    }
 }
 
 fn endpoint(target: &str, options: &Options) -> Result<Endpoint, tonic::transport::Error> {

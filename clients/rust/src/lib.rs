@@ -1,7 +1,8 @@
 //! Client of kvgrpc, the control plane for KV-cache hand-offs between LLM engines.
 //!
 //! [`connect`] opens a channel on which every call carries a token; [`pb`] has the generated clients of all services, and
-//! [`Refusal`] what a server says when it refuses: the reason, its metadata, and when to ask again.
+//! [`Refusal`] what a server says when it refuses: the reason, its metadata, and when to ask again. [`Watch`] follows the KV
+//! events of an engine over breaks and restarts, and [`EventFollower`] keeps the contents of its cache by them.
 //!
 //! ```no_run
 //! # async fn example() -> Result<(), kvgrpc::Error> {
@@ -19,13 +20,40 @@
 //! # }
 //! ```
 
+mod batch;
+mod blocks;
+mod cache;
 mod connection;
+mod contents;
+mod fields;
+mod follower;
+mod groups;
+mod holders;
+mod index;
+mod msgpack;
+mod prefetch;
 mod refusal;
+mod registration;
+mod registry;
+mod repeat;
+#[cfg(test)]
+mod tests;
 mod token;
+mod watch;
 
-pub use connection::{connect, AuthorizedChannel, Error, Options};
+pub use batch::{decode_batch, Batch, BlockHash, BlockRemoved, BlockStored, Event, NotABatch};
+pub use cache::Cache;
+pub use connection::{connect, AuthorizedChannel, Dialer, Error, Options};
+pub use contents::{Place, Verdict, MAX_MEDIUM_BYTES, MAX_PLACES};
+pub use follower::{EventFollower, Watch};
+pub use index::{Dial, IndexOptions, ModelNeeded, PlanQuestion, PrefixIndex, Question, Wanted};
+pub use msgpack::Value;
+pub use prefetch::{Index, OperationWatch, Prefetch};
 pub use refusal::Refusal;
-pub use token::{authorization, target_of, Authorize, SHORTEST_SECRET};
+pub use registration::{Registration, RegistrationState, Supersession};
+pub use registry::{EngineWatch, Engines, Registry};
+pub use token::{authorization, target_of, Authorize, Proven, Secrets, SHORTEST_SECRET};
+pub use watch::{Cause, Item, Stream};
 
 /// Messages and clients of `kvgrpc.v1`, generated from the protos.
 #[allow(missing_docs, clippy::all)]

@@ -1,5 +1,6 @@
 //! The bearer token: made for one target and one second from a secret that never travels (docs/security.md, tokens).
 
+use std::collections::HashMap;
 use std::net::IpAddr;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -18,10 +19,9 @@ pub const SHORTEST_SECRET: usize = 16;
 
 /// The value of the `authorization` header for calls to `target`, as [`target_of`] spells it, at a Unix second.
 pub fn authorization(secret: &str, target: &str, now: u64) -> String {
-    let id = hex(&mac(secret.as_bytes(), &format!("{VERSION} key id")));
     let key = mac(secret.as_bytes(), &format!("{VERSION} audience {target}"));
     let encoded = URL_SAFE_NO_PAD.encode(target);
-    let signed = format!("{VERSION}.{}.{now}.{encoded}", &id[..16]);
+    let signed = format!("{VERSION}.{}.{now}.{encoded}", key_id(secret));
     let proof = URL_SAFE_NO_PAD.encode(mac(&key, &signed));
     format!("Bearer {signed}.{proof}")
 }
@@ -84,4 +84,51 @@ fn mac(key: &[u8], text: &str) -> Vec<u8> {
 
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Secrets of callers, each with the role of who has it: what a server checks tokens with.
+pub struct Secrets(HashMap<String, (String, String)>);
+
+/// A token whose secret is known.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Proven {
+    /// What its holder is.
+    pub role: String,
+    /// The server that it was made for, as [`target_of`] spells it: the caller must compare.
+    pub target: String,
+    /// Unix seconds: the caller must compare.
+    pub made_at: u64,
+}
+
+impl Secrets {
+    /// Roles by secrets.
+    pub fn new(roles: HashMap<String, String>) -> Self {
+        Self(roles.into_iter().map(|(secret, role)| (key_id(&secret), (secret, role))).collect())
+    }
+
+    /// Whether it lets nobody in.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Whose token the `authorization` header has. None, for an unknown secret and a wrong proof alike.
+    pub fn proven(&self, header: &str) -> Option<Proven> {
+        let (scheme, text) = header.split_once(' ')?;
+        let [version, id, made_at, target, proof] = text.trim().split('.').collect::<Vec<_>>().try_into().ok()?;
+        let is_time = made_at.len() <= 12 && made_at.bytes().all(|digit| digit.is_ascii_digit());
+        if !scheme.eq_ignore_ascii_case("bearer") || version != VERSION || !is_time {
+            return None;
+        }
+        let target = String::from_utf8(URL_SAFE_NO_PAD.decode(target).ok()?).ok()?;
+        let (secret, role) = self.0.get(id)?;
+        let key = mac(secret.as_bytes(), &format!("{VERSION} audience {target}"));
+        let mut signed = Hmac::<Sha256>::new_from_slice(&key).expect("HMAC takes keys of every length");
+        signed.update(text.trim().rsplit_once('.')?.0.as_bytes());
+        signed.verify_slice(&URL_SAFE_NO_PAD.decode(proof).ok()?).ok()?;
+        Some(Proven { role: role.clone(), target, made_at: made_at.parse().ok()? })
+    }
+}
+
+fn key_id(secret: &str) -> String {
+    hex(&mac(secret.as_bytes(), &format!("{VERSION} key id")))[..16].to_owned()
 }

@@ -29,3 +29,17 @@ fn what_is_no_address_has_no_target() {
         assert_eq!(kvgrpc::target_of(address), None, "{address}");
     }
 }
+
+#[test]
+fn a_server_knows_who_made_a_token_and_for_whom() {
+    let (secret, target) = ("9f86d081884c7d659a2feaa0c55ad015", "10.0.0.1:8997");
+    let secrets = kvgrpc::Secrets::new([(secret.to_owned(), "consumer".to_owned())].into());
+    let header = kvgrpc::authorization(secret, target, 1_700_000_000);
+    let proven = secrets.proven(&header).unwrap();
+    assert_eq!((&*proven.role, &*proven.target, proven.made_at), ("consumer", target, 1_700_000_000));
+    let other = kvgrpc::authorization("another secret of that length", target, 1_700_000_000);
+    let later = header.replace("1700000000", "1700000001");
+    for header in ["", "Bearer", "Bearer a.b.c.d.e", secret, &other, &later, &header[..header.len() - 2]] {
+        assert_eq!(secrets.proven(header), None, "{header}");
+    }
+}

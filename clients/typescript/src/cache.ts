@@ -1,7 +1,7 @@
 /** What one cache holds by what its events said, and whether that is what its publisher has. */
 import type { BlockHash, KVEvent } from "./events.js";
 import { DigestKind, type StateDigest } from "./gen/kvgrpc/v1/event_service_pb.js";
-import type { WatchItem } from "./watch.js";
+import type { WatchItem } from "./items.js";
 
 export type Verdict =
   /** No digest, or one of a moment that is not kept any more, or the cache was not seen from its beginning. */
@@ -111,6 +111,14 @@ export class Cache {
    */
   get doubtful(): boolean {
     return this.#doubtAt !== undefined;
+  }
+
+  /**
+   * Whether it shows all that the cache held at some moment: not where it is doubtful, and not where the log began before what could be
+   * read, no snapshot is served, and nothing was cleared since (then there may be more blocks, never fewer).
+   */
+  get whole(): boolean {
+    return this.#whole && !this.doubtful;
   }
 
   /** Empties it: what it held is no state of its publisher's. It compares with nothing until it is whole again. */

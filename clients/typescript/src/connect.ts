@@ -3,6 +3,7 @@ import { createClient, type Client, type Interceptor, type Transport } from "@co
 import type { DescService } from "@bufbuild/protobuf";
 import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
 import type { SecureClientSessionOptions } from "node:http2";
+import { connect as openSocket } from "node:net";
 
 import { Silence } from "./errors.js";
 import { authorization, SHORTEST_SECRET, targetOf } from "./token.js";
@@ -19,12 +20,13 @@ export interface ConnectOptions {
 }
 
 /**
- * `address`: "host:port". Throws TypeError for an address without a port, a secret that is too short, and for tokens that
+ * `address`: "host:port" or "unix:/path". Throws TypeError for an address without a port, a secret that is too short, and for tokens that
  * would go in plaintext.
  */
 export function connect(address: string, options: ConnectOptions = {}): Transport {
-  if (!/^(\[[^\]]+\]|[^:/]+):\d{1,5}$/.test(address)) {
-    throw new TypeError(`address ${JSON.stringify(address)}: "host:port" is needed`);
+  const path = /^unix:(?:\/\/)?(\/.+)$/.exec(address)?.[1];
+  if (path === undefined && !/^(\[[^\]]+\]|[^:/]+):\d{1,5}$/.test(address)) {
+    throw new TypeError(`address ${JSON.stringify(address)}: "host:port" or "unix:/path" is needed`);
   }
   if (options.secret !== undefined && options.tls === undefined) {
     throw new TypeError("secret: tokens would travel in plaintext; give tls too");
@@ -32,10 +34,11 @@ export function connect(address: string, options: ConnectOptions = {}): Transpor
   if (options.secret !== undefined && options.secret.length < SHORTEST_SECRET) {
     throw new TypeError(`secret: at least ${SHORTEST_SECRET} characters are needed`);
   }
-  const baseUrl = `${options.tls ? "https" : "http"}://${address}`;
+  const baseUrl = `${options.tls ? "https" : "http"}://${path === undefined ? address : "localhost"}`;
+  const session = path === undefined ? options.tls : { ...options.tls, createConnection: () => openSocket(path) };
   // A host that vanished closes nothing: without pings its connection would stand for a quarter of an hour.
   const pings = { pingIntervalMs: PING_INTERVAL_MS, pingTimeoutMs: PING_TIMEOUT_MS };
-  const sessionManager = new Http2SessionManager(baseUrl, pings, options.tls);
+  const sessionManager = new Http2SessionManager(baseUrl, pings, session);
   const bearers = options.secret === undefined ? [] : [bearer(options.secret, targetOf(address))];
   return createGrpcTransport({ baseUrl, sessionManager, interceptors: [leftWhenSilent(sessionManager), ...bearers] });
 }

@@ -1,11 +1,13 @@
 /** Follows one event stream for as long as the caller wants, over breaks and restarts. */
 import { type Client, Code, ConnectError } from "@connectrpc/connect";
 
-import { type Failure, failureOf, mayRepeat, Silence } from "./errors.js";
-import { decodeBatch, type EventBatch, type KVEvent } from "./events.js";
-import { type Cache, type Verdict } from "./cache.js";
+import { type Failure, failureOf, mayRepeat } from "./errors.js";
+import { decodeBatch } from "./events.js";
+import type { Cache, Verdict } from "./cache.js";
+import type { WatchItem } from "./items.js";
+import { sleep, untilSilent } from "./silence.js";
 import { ErrorReason } from "./gen/kvgrpc/v1/error_reason_pb.js";
-import { type EventService, type SnapshotPart, type StateDigest, type WatchBegin, WatchMode, type WatchResponse } from "./gen/kvgrpc/v1/event_service_pb.js";
+import { type EventService, type SnapshotPart, type WatchBegin, WatchMode, type WatchResponse } from "./gen/kvgrpc/v1/event_service_pb.js";
 
 export interface WatchOptions {
   /** Empty: the server publishes exactly one stream. */
@@ -18,32 +20,6 @@ export interface WatchOptions {
   snapshot?: boolean;
   signal?: AbortSignal;
 }
-
-export type WatchItem =
-  /** `fresh`: whatever was known before is void (first contact, another log, reading from the oldest batch). */
-  | { kind: "begin"; log: string; sequence: bigint; fresh: boolean }
-  /**
-   * A part of the state. Index 0 begins one, from empty on. Once `last`, all before `nextSequence` is in, and comes to `state`;
-   * until then what was known is old, and was true: show it until then.
-   */
-  | { kind: "snapshot"; log: string; nextSequence: bigint; events: KVEvent[]; index: number; last: boolean; state: StateDigest | undefined }
-  | { kind: "batch"; log: string; sequence: bigint; batch: EventBatch }
-  /** What was known is no state of the cache any more (another log is current, a digest differs): forget it now. */
-  | { kind: "void"; log: string; cause: string }
-  /** A payload that is no batch: forget what is known, or ask again. Of a snapshot: forget what that said so far. */
-  | { kind: "unreadable"; log: string; sequence: bigint; cause: string }
-  /** The publisher lost these; AllBlocksCleared follows. */
-  | { kind: "dropped"; log: string; firstSequence: bigint; lastSequence: bigint; cause: string }
-  /**
-   * All before `nextSequence` was told; the publisher has `lag` batches beyond: 0, but under load. `state`: the publisher's digest
-   * of the same or an earlier sequence, if it keeps one.
-   */
-  | { kind: "current"; log: string; nextSequence: bigint; lag: bigint; state: StateDigest | undefined }
-  /**
-   * A call broke, was refused or said what cannot be; another one follows after a pause. What is known stays, unless "void" came
-   * before. `lasting`: time alone can hardly mend it (a wrong name, no permission): a person should hear of it.
-   */
-  | { kind: "failed"; log: string; failure: Failure; lasting: boolean };
 
 const FIRST_PAUSE_MS = 100;
 const LONGEST_PAUSE_MS = 2_000;
@@ -115,7 +91,7 @@ async function* read(
     const mode = !resumes && snapshots ? WatchMode.SNAPSHOT : WatchMode.TAIL;
     let ended: unknown = new ConnectError("the publisher ended the Watch", Code.Aborted);
     try {
-      const stream = untilSilent((ending) => client.watch({ engine, dp, mode, ...from }, { signal: ending }), signal);
+      const stream = untilSilent((ending) => client.watch({ engine, dp, mode, ...from }, { signal: ending }), SILENCE_MS, signal);
       for await (const response of stream) {
         begun = true;
         for (const item of itemsOf(response, cursor, mode)) {
@@ -169,40 +145,6 @@ class Pauses {
     const pause = this.#next;
     this.#next = Math.min(pause * 2, LONGEST_PAUSE_MS);
     return pause * (0.5 + Math.random() / 2);
-  }
-}
-
-/**
- * What a call says, until it ends, or is ended: by `signal`, where nothing came for SILENCE_MS while somebody waited, or where
- * nobody reads on.
- */
-async function* untilSilent<Message>(
-  call: (ending: AbortSignal) => AsyncIterable<Message>,
-  signal: AbortSignal | undefined,
-): AsyncGenerator<Message> {
-  const aborter = new AbortController();
-  const end = () => aborter.abort();
-  let silence: Silence | undefined;
-  const giveUp = () => {
-    silence = new Silence(SILENCE_MS);
-    // The connection is left with it: see connect.
-    aborter.abort(silence);
-  };
-  signal?.addEventListener("abort", end, { once: true });
-  let timer = setTimeout(giveUp, SILENCE_MS);
-  try {
-    for await (const message of call(aborter.signal)) {
-      clearTimeout(timer);
-      yield message;
-      timer = setTimeout(giveUp, SILENCE_MS);
-    }
-  } catch (error) {
-    throw silence ?? error;
-  } finally {
-    clearTimeout(timer);
-    signal?.removeEventListener("abort", end);
-    // Whoever leaves the loop leaves the call: the library goes on with one that nobody reads.
-    end();
   }
 }
 
@@ -287,16 +229,4 @@ function reached(cursor: Cursor, first: bigint): bigint {
     throw new BeginAgain(`a Watch went from ${cursor.next} to ${first}`, false);
   }
   return cursor.next;
-}
-
-function sleep(milliseconds: number, signal: AbortSignal | undefined): Promise<void> {
-  return new Promise((resolve) => {
-    const timer = setTimeout(done, signal?.aborted ? 0 : milliseconds);
-    signal?.addEventListener("abort", done, { once: true });
-    function done(): void {
-      clearTimeout(timer);
-      signal?.removeEventListener("abort", done);
-      resolve();
-    }
-  });
 }

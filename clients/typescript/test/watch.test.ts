@@ -139,5 +139,5 @@ test("batches that lie behind a gap are a reason to begin again", async () => {
 
 test("the package has every service", () => {
   const services = Object.keys(everything).filter((name) => name.endsWith("Service"));
-  assert.deepEqual(services, ["EventService", "IndexService", "PrefetchService", "RegistryService", "ServerService", "TransferService"]);
+  assert.deepEqual(services, ["EventService", "IndexService", "PrefetchService", "PullService", "RegistryService", "ServerService", "TransferService"]);
 });

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -37,10 +39,6 @@ def view(
     """
     import threading
 
-    from kvgrpc.cli.view.looking import Looking
-    from kvgrpc.cli.view.server import ViewServer
-    from kvgrpc.cli.view.state import look_at_fleet
-
     check_listen(listen, "--listen", unix=False)
     if not is_local(listen) and not view_token_file:
         raise AddressNotAllowed(
@@ -49,12 +47,26 @@ def view(
             metadata={"address": listen, "configKey": "listen"},
         )
     client.list_engines()  # an address where no registry answers is said here, and not on the page
+    with page_of(client, listen, every, _token_of(view_token_file), allow_host) as address:
+        click.echo(f"http://{address}/  (the fleet of {client.address}; Ctrl-C ends it)")
+        threading.Event().wait()  # until Ctrl-C
+
+
+@contextmanager
+def page_of(client: SyncClient, listen: str, every: float, token: str = "", names: Sequence[str] = ()) -> Iterator[str]:
+    """Serves the page of the registry of ``client`` meanwhile; its address."""
+    from functools import partial
+
+    from kvgrpc.cli.view.looking import Looking
+    from kvgrpc.cli.view.room import look_at_room
+    from kvgrpc.cli.view.server import ViewServer
+    from kvgrpc.cli.view.state import look_at_fleet
+
     with (
         Looking(lambda: look_at_fleet(client), every) as looking,
-        ViewServer(listen, looking, _token_of(view_token_file), allow_host) as server,
+        ViewServer(listen, looking, partial(look_at_room, client), token, names) as server,
     ):
-        click.echo(f"http://{server.address}/  (the fleet of {client.address}; Ctrl-C ends it)")
-        threading.Event().wait()  # until Ctrl-C
+        yield server.address
 
 
 def _token_of(file: str | None) -> str:

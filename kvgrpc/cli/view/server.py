@@ -1,4 +1,4 @@
-"""The page's server: the files of the page, ``/state`` and ``/events``. Nothing else, and to nobody else.
+"""The page's server: the files of the page, ``/state``, ``/events`` and ``/room``. Nothing else, and to nobody else.
 
 Browsers of strangers are what it keeps out: a page of another site that this user's browser shows (Origin,
 Sec-Fetch-Site), and a name of another site that leads here (Host; DNS rebinding).
@@ -10,13 +10,16 @@ import base64
 import binascii
 import hmac
 import ipaddress
+import json
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from importlib import resources
+from typing import Any
+from urllib.parse import parse_qs
 
 from kvgrpc.cli.view.looking import Looking
-from kvgrpc.errors import AddressNotAllowed
+from kvgrpc.errors import AddressNotAllowed, KvGrpcError
 from kvgrpc.net import check_listen, is_loopback, joined, port_of, split
 from kvgrpc.observability.bounded_http import POLL_SECONDS, BoundedHandler, BoundedHttpServer
 
@@ -28,14 +31,18 @@ WATCH_SECONDS = 3600.0
 WRITE_SECONDS = 5.0
 CONNECTION_SECONDS = 10.0
 FIRST_LOOK_SECONDS = 8.0
+# Each asks the whole fleet.
+MOST_ROOM_LOOKS = 4
 _BEAT_SECONDS = 5.0
 
 _TEXT = "text/plain; charset=utf-8"
+# What became of a room, by its number and attempt.
+LookAtRoom = Callable[[int, int], Mapping[str, Any]]
+_SCRIPTS = ("view", "graph", "elements", "past", "room")
 _PAGE = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/view.css": ("view.css", "text/css; charset=utf-8"),
-    "/view.js": ("view.js", "text/javascript; charset=utf-8"),
-    "/graph.js": ("graph.js", "text/javascript; charset=utf-8"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in _SCRIPTS},
 }
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -54,16 +61,18 @@ def page_files() -> dict[str, tuple[bytes, str]]:
 
 
 class ViewServer:
-    """Serves from construction to ``close``: ``with ViewServer("127.0.0.1:0", looking) as server``.
+    """Serves from construction to ``close``: ``with ViewServer("127.0.0.1:0", looking, look_at_room) as server``.
 
     ``token``: the password that browsers ask for; empty: none. ``names``: hosts by which the page may be called beside
     addresses and localhost. Raises AddressNotAllowed for an address that is taken.
     """
 
-    def __init__(self, listen: str, looking: Looking, token: str = "", names: Collection[str] = ()) -> None:
+    def __init__(
+        self, listen: str, looking: Looking, look_at_room: LookAtRoom, token: str = "", names: Collection[str] = ()
+    ) -> None:
         host, port = split(check_listen(listen, "--listen", unix=False))
         try:
-            self._server = _PageServer(host, port_of(port, lowest=0) or 0, looking, token, names)
+            self._server = _PageServer(host, port_of(port, lowest=0) or 0, looking, look_at_room, token, names)
         except OSError as error:
             raise AddressNotAllowed(
                 f"--listen: cannot listen on {listen}: {error.strerror or error}; port 0 takes a free one",
@@ -85,15 +94,18 @@ class ViewServer:
 
 
 class _PageServer(BoundedHttpServer):
-    def __init__(self, host: str, port: int, looking: Looking, token: str, names: Collection[str]) -> None:
+    def __init__(
+        self, host: str, port: int, looking: Looking, look_at_room: LookAtRoom, token: str, names: Collection[str]
+    ) -> None:
         self.files, self.looking, self.token = page_files(), looking, token
+        self.look_at_room, self.room_looks = look_at_room, threading.BoundedSemaphore(MOST_ROOM_LOOKS)
         self.names = {name.lower() for name in names}
         self.loopback_only = host == "localhost" or is_loopback(host)
         self.watchers = threading.BoundedSemaphore(MOST_WATCHERS)
         super().__init__(host, port, _PageHandler, CONNECTION_SECONDS)
 
     def is_host(self, host: str) -> bool:
-        """Whether a browser that says it calls ``host`` can mean this server.
+        """True if a browser that says it calls ``host`` can mean this server.
 
         An address can: only a name can be made to lead here by its owner. Any port: a tunnel has its own.
         """
@@ -123,8 +135,10 @@ class _PageHandler(BoundedHandler):
             self.answer(200, kind, content, _HEADERS)
         elif path in ("/state", "/events") and self.command == "GET":
             self._watched(path)
+        elif path == "/room" and self.command == "GET":
+            self._room()
         else:
-            self._say(404, "/, /state and /events are here")
+            self._say(404, "/, /state, /events and /room are here")
 
     do_HEAD = do_GET
 
@@ -169,6 +183,21 @@ class _PageHandler(BoundedHandler):
             self._say(503, "the first look takes longer than this; ask again")
         else:
             self.answer(200, "application/json", found[1], _HEADERS)
+
+    def _room(self) -> None:
+        asked = parse_qs(self.path.partition("?")[2])
+        room, attempt = (asked.get(name, [""])[-1] for name in ("room", "attempt"))
+        if not room.isdecimal() or not 0 < int(room) < 2**63 or not (attempt or "0").isdecimal():
+            return self._say(400, "room is a number from 1 to 2^63-1, attempt one from 0 on")
+        if not self.server.room_looks.acquire(blocking=False):
+            return self._say(503, f"{MOST_ROOM_LOOKS} others look for a room; ask again")
+        try:
+            found = self.server.look_at_room(int(room), min(int(attempt or 0), 2**32 - 1))
+        except KvGrpcError as error:
+            return self._say(502, f"the registry was not read: {error}"[:500])
+        finally:
+            self.server.room_looks.release()
+        self.answer(200, "application/json", json.dumps(found, separators=(",", ":")).encode(), _HEADERS)
 
     def _events(self) -> None:
         self.server.let_last(self.connection, WATCH_SECONDS)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvgrpc.cli.cache import tier_name
-from kvgrpc.cli.names import rank_name, reason_name, role_name, value_name
+from kvgrpc.cli.names import rank_name, reason_name, role_name, seconds_of, value_name
 from kvgrpc.errors import FeatureDisabled
-from kvgrpc.v1 import prefetch_service_pb2, pull_service_pb2
+from kvgrpc.net import split
+from kvgrpc.v1 import common_pb2, prefetch_service_pb2, pull_service_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -27,8 +28,10 @@ MOST_ROOM_PAGES = 5
 MOST_RANKS = 1000
 MOST_LINKS = 2000
 MOST_PULLS = 50
+MOST_OPERATIONS = 50
 MOST_FAILED = 20
-_FAILED_OF_A_RANK = 10
+MOST_SLOWEST = 20
+_LISTED_OF_A_RANK = 10
 _LONGEST_TEXT = 300
 _FROM_GOOD_TO_BAD = (
     *(pb.SESSION_STATE_OPEN, pb.SESSION_STATE_CONNECTING, pb.SESSION_STATE_BROKEN, pb.SESSION_STATE_SILENT),
@@ -47,6 +50,8 @@ class RankLook:
     rooms: Sequence[pb.Room]
     all_rooms: int
     failed: Sequence[pb.Room]
+    slowest: Sequence[pb.Room]
+    operations: Sequence[prefetch_service_pb2.CacheOperation]
     cache: prefetch_service_pb2.GetCacheInfoResponse | None
     pulls: Sequence[pull_service_pb2.Pull]
 
@@ -68,18 +73,24 @@ def look_at_fleet(client: SyncClient) -> Fields:
         "links": links[:MOST_LINKS],
         "links_left_out": max(0, len(links) - MOST_LINKS),
         "failed": _failed(answers),
+        "slowest": _slowest(answers),
+        "operations": [_operation(name, each) for name, look in _looks(answers) for each in look.operations][
+            :MOST_OPERATIONS
+        ],
         "pulls": [_pull(name, pull) for name, look in _looks(answers) for pull in look.pulls][:MOST_PULLS],
     }
 
 
 async def look_at_rank(rank: Client) -> RankLook:
-    """Its questions side by side, so that a slow rank holds the page up once and not seven times."""
+    """Its questions side by side, so that a slow rank holds the page up once and not nine times."""
     found = await asyncio.gather(
         rank.get_rank(),
         rank.list_sessions(),
         rank.list_rooms(most_pages=MOST_ROOM_PAGES),
         rank.count_rooms(),
-        rank.list_newest_failed_rooms(_FAILED_OF_A_RANK),
+        rank.list_newest_failed_rooms(_LISTED_OF_A_RANK),
+        rank.list_slowest_rooms(_LISTED_OF_A_RANK),
+        _operations_of(rank),
         _cache_of(rank),
         _pulls_of(rank),
         return_exceptions=True,
@@ -88,6 +99,13 @@ async def look_at_rank(rank: Client) -> RankLook:
         if isinstance(each, BaseException):
             raise each
     return RankLook(*found)  # type: ignore[arg-type]  # none of them is an exception
+
+
+async def _operations_of(rank: Client) -> Sequence[prefetch_service_pb2.CacheOperation]:
+    try:
+        return await rank.list_operations(open_only=True)
+    except FeatureDisabled:
+        return ()
 
 
 async def _cache_of(rank: Client) -> prefetch_service_pb2.GetCacheInfoResponse | None:
@@ -121,7 +139,8 @@ def _engine(engine: registry_service_pb2.Engine, answers: Answers) -> Fields:
 
 def _rank(answer: RankAnswer[RankLook]) -> Fields:
     name = rank_name(answer.row.rank)
-    known = {"name": name, "label": name.partition("/")[2], "address": answer.row.endpoints.grpc}
+    address = answer.row.endpoints.grpc
+    known = {"name": name, "label": name.partition("/")[2], "address": address, "host": split(address)[0]}
     look = answer.value
     if look is None:
         error = answer.error
@@ -168,12 +187,30 @@ def _links(answers: Answers) -> list[Fields]:
             # By the number of its state in the order of badness; a state of a newer version is as bad as can be.
             known = session.state in _FROM_GOOD_TO_BAD
             bad = _FROM_GOOD_TO_BAD.index(session.state) if known else len(_FROM_GOOD_TO_BAD)
-            link = pairs.setdefault((first, second), {"ends": [first, second], "bad": -1, "rooms": 0, "pending": 0})
+            link = pairs.setdefault((first, second), _new_link(first, second))
             if bad > link["bad"]:
                 link |= {"bad": bad, "state": value_name(pb.SessionState, session.state)}
             link["rooms"] = max(link["rooms"], session.rooms)
             link["pending"] += session.pending_rooms
+            _count_in(link, session)
     return sorted(pairs.values(), key=lambda link: (-link["bad"], -link["rooms"], link["ends"]))
+
+
+def _new_link(first: str, second: str) -> Fields:
+    counts = {"rooms": 0, "pending": 0, "well": 0, "failed": 0, "bytes": 0, "minute": 0}
+    return {"ends": [first, second], "bad": -1, **counts, "speed": 0.0, "p50": 0.0, "p99": 0.0}
+
+
+def _count_in(link: Fields, session: pb.Session) -> None:
+    """Both sides count the same hand-offs: whoever has seen more is right. Times are of decode, who saw all of them."""
+    since, minute = session.since_start, session.last_minute
+    link["well"] = max(link["well"], since.succeeded)
+    link["failed"] = max(link["failed"], since.failed)
+    link["bytes"] = max(link["bytes"], since.bytes)
+    link["minute"] = max(link["minute"], minute.succeeded)
+    link["speed"] = max(link["speed"], round(minute.gigabytes_per_second, 6))
+    for name in ("p50", "p99"):
+        link[name] = max(link[name], round(seconds_of(getattr(minute, name)), 5))
 
 
 def _failed(answers: Answers) -> list[Fields]:
@@ -190,6 +227,43 @@ def _failed(answers: Answers) -> list[Fields]:
         }
         for nanoseconds, name, room in found[:MOST_FAILED]
     ]
+
+
+def _slowest(answers: Answers) -> list[Fields]:
+    """The slowest of the last that went well, each once: as decode saw it where it answers."""
+    found: dict[tuple[int, int], Fields] = {}
+    for name, look in _looks(answers):
+        for room in look.slowest:
+            key = (room.room, room.attempt)
+            if key not in found or look.rank.role == common_pb2.ROLE_DECODE:
+                found[key] = _went_well(name, room)
+    return sorted(found.values(), key=lambda each: (-each["seconds"], each["room"]))[:MOST_SLOWEST]
+
+
+def _went_well(name: str, room: pb.Room) -> Fields:
+    stages = {stage: seconds_of(getattr(room.end, f"{stage}_time")) for stage in ("bootstrap", "wait", "transfer")}
+    return {
+        "room": str(room.room),
+        "attempt": room.attempt,
+        "rank": name,
+        "peer": rank_name(room.parts[0].peer) if room.parts else "",
+        "pages": room.pages,
+        "bytes": room.end.bytes,
+        "speed": round(room.end.gigabytes_per_second, 6),
+        **{stage: round(seconds, 6) for stage, seconds in stages.items()},
+        "seconds": round(sum(stages.values()), 6),
+    }
+
+
+def _operation(name: str, operation: prefetch_service_pb2.CacheOperation) -> Fields:
+    return {
+        "id": operation.operation_id,
+        "rank": name,
+        "kind": value_name(prefetch_service_pb2.OperationKind, operation.kind).lower(),
+        "done": operation.completed_pages,
+        "pages": operation.agreed_pages or operation.asked_pages,
+        "bytes": operation.bytes,
+    }
 
 
 def _pull(name: str, pull: pull_service_pb2.Pull) -> Fields:

@@ -51,12 +51,12 @@ class Connection:
 
     @property
     def delivers(self) -> bool:
-        """Whether bytes could still come out of it here."""
+        """True if bytes could still come out of it here."""
         return self.state not in _CANNOT_RECEIVE and not (self.inode == 0 and self.state in _CLOSED_HERE)
 
     @property
     def sends(self) -> bool:
-        """Whether bytes could still leave it."""
+        """True if bytes could still leave it."""
         return self.state not in _NOTHING_TO_SEND
 
 

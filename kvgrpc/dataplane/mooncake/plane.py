@@ -39,7 +39,7 @@ from kvgrpc.dataplane.mooncake.window import NO_HANDLE, Limits, PeerQueue, Submi
 from kvgrpc.dataplane.ranges import RangeTable, arrays, first_outside, merged
 from kvgrpc.dataplane.shm.process import ProcessIdentity, own_identity, socket_inodes
 from kvgrpc.dataplane.shm.segments import check_available, populate
-from kvgrpc.net import split_with_port
+from kvgrpc.net import joined, split_with_port
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +145,13 @@ class MooncakeDataPlane:
                 self._register([pair for pair in new if new[pair] == location], location)
             self._own = table
 
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """See DialledByPeers: of the session, and of the sockets that take bytes over TCP."""
+        host, port = split_with_port(self.session)
+        ports = sorted({int(port), *self._data_ports})
+        return tuple(joined(host, each) for each in ports)
+
     def address(self) -> bytes:
         """See DataPlane: JSON with the process, its IP addresses, the session, and the registered ranges."""
         ports, ranges = tuple(sorted(self._data_ports)), self._own.ranges
@@ -222,7 +229,7 @@ class MooncakeDataPlane:
         return self.connections_from_each([address])[0]
 
     def connections_from_each(self, addresses: Sequence[bytes]) -> list[frozenset[str]]:
-        """See TellsTogether."""
+        """See BatchedConnections."""
         ports = self._data_ports
         if not ports:
             return [frozenset() for _ in addresses]
@@ -296,7 +303,8 @@ class MooncakeDataPlane:
         return peer, (source, destination, nbytes)
 
     def _name(self, address: _Address) -> str:
-        """What the engine shall call that peer: its session, with one more zero before the port for each incarnation.
+        """Returns what the engine shall call that peer: its session, with one more zero before the port for each
+        incarnation.
 
         The engine keeps what it learnt of a session for ever. A process that came up on the port of another would be
         written to at the other's data port, which fails for ever. The caller holds the lock.

@@ -80,12 +80,13 @@ class PeerQueue:
         self.active = 0
 
     def allowance(self, own: int) -> int:
-        """How many writes a submission with ``own`` in flight may start now: its fair share, as far as that is free."""
+        """Returns how many writes a submission with ``own`` in flight may start now: its fair share, as far as that is
+        free."""
         share = max(1, self.limit // max(1, self.active))
         return min(share - own, self.limit - self.in_flight) if self.ready else 0
 
     def fits(self, nbytes: int) -> bool:
-        """Whether the bytes in flight leave room for a write."""
+        """True if the bytes in flight leave room for a write."""
         return self.bytes_in_flight + nbytes <= self.limits.nbytes or self.in_flight < FEWEST
 
     def enter(self, writes: int, nbytes: int) -> None:

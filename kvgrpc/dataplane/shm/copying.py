@@ -151,7 +151,7 @@ def _after(pieces: Pieces, first: int, nbytes: int) -> int:
 
 
 def _small(pieces: Pieces, shared: bool = False) -> bool:
-    """Whether asking for the GIL after each piece costs too much; more when two threads do."""
+    """True if asking for the GIL after each piece costs too much; more when two threads do."""
     return pieces.total < (_SMALL_SHARED_PIECE if shared else _SMALL_PIECE) * pieces.count
 
 

@@ -25,13 +25,13 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
     @property
     def visible(self) -> bool:
-        """Whether the pid means the same here: same boot, same pid namespace."""
+        """True if the pid means the same here: same boot, same pid namespace."""
         here = own_identity()
         return (self.boot, self.pids) == (here.boot, here.pids)
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs (a zombie does not). Only for a visible one."""
+        """True if it still runs (a zombie does not). Only for a visible one."""
         return start_of(self.pid) == self.start
 
 

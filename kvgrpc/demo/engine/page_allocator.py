@@ -23,7 +23,7 @@ class PageAllocator:
         return len(self._free)
 
     def users(self, page: int) -> int:
-        """How often a page was taken or shared and not yet released."""
+        """Returns how often a page was taken or shared and not yet released."""
         return self._users[page]
 
     def take(self, count: int) -> list[int]:

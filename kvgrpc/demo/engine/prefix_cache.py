@@ -99,12 +99,13 @@ class PrefixCache:
         return sorted(self._nodes)
 
     def take_events(self) -> list[CacheEvent]:
-        """What happened since the call before, in order."""
+        """Returns what happened since the call before, in order."""
         events, self._events = self._events, []
         return events
 
     def _known(self, chain: Sequence[int]) -> int:
-        """How many pages of a chain are cached. They were used now: the leaf first, so that it is evicted first."""
+        """Returns how many pages of a chain are cached. They were used now: the leaf first, so that it is evicted
+        first."""
         known = next((number for number, name in enumerate(chain) if name not in self._nodes), len(chain))
         for name in reversed(chain[:known]):
             self._nodes.move_to_end(name)

@@ -13,7 +13,7 @@ from kvgrpc.demo.protocol import Offload, Offloaded, Open, Resume, Resumed
 from kvgrpc.hashing import page_hashes
 from kvgrpc.prefetch.config import PrefetchConfig
 from kvgrpc.prefetch.manager import PrefetchManager
-from kvgrpc.prefetch.model import PrefetchLimits, Short
+from kvgrpc.prefetch.model import NotEnoughPages, PrefetchLimits
 from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.shape import PageShape
 from kvgrpc.prefetch.tree.keeper import CompletionQueue
@@ -60,7 +60,7 @@ class Tiers:
         pages = engine.cache.match(order.prompt)
         hashes = self._hashes(order.prompt)[: len(pages)]
         host = self._copies.write(pages)
-        assert not isinstance(host, Short) and self._copies.wait_idle(SECONDS)
+        assert not isinstance(host, NotEnoughPages) and self._copies.wait_idle(SECONDS)
         copied = time.monotonic()
         operation = self._controller.write_storage(hashes, host)
         assert operation.wait(SECONDS)

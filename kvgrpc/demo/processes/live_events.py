@@ -32,7 +32,7 @@ class LiveEvents:
             return bool(self._payloads)
 
     def up_to(self, sequence: int, seconds: float) -> dict[int, bytes]:
-        """What came by sequence, once the batch ``sequence`` is among it or the time is over."""
+        """Returns what came by sequence, once the batch ``sequence`` is among it or the time is over."""
         with self._changed:
             self._changed.wait_for(lambda: sequence in self._payloads, seconds)
             return dict(self._payloads)

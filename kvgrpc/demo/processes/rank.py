@@ -69,7 +69,7 @@ class DemoScheduler(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether any request has not ended."""
+        """True if any request has not ended."""
 
     def accept(self, request: Compute) -> None:
         """A request came."""
@@ -109,6 +109,7 @@ def _open(name: str, role: Role, config: EngineConfig, router: Router, wanted: O
                 pools=(engine.memory.pool,),
                 aux=(aux.buffer,),
                 data_plane=plane,
+                check_pages=True,
                 registry=wanted.registry,
                 events=EVENTS,
                 prefetch=config_of(config, engine, wanted) if wanted.storage or wanted.pulls else None,

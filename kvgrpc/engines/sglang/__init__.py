@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 EX_CONFIG = 78
+CACHE_LISTEN = "KVGRPC_CACHE_LISTEN"
 _ROUTE, _NAME = "KVGRPC_SGLANG", "kvgrpc"
 
 
@@ -34,7 +35,8 @@ def register() -> None:
 
 
 def is_asked(environment: Mapping[str, str], arguments: Sequence[str]) -> bool:
-    """Whether an operator names kvgrpc: by the route, as the transfer backend or as the publisher of KV events."""
-    if environment.get(_ROUTE, "off") != "off":
+    """True if an operator names kvgrpc: by the route, as the transfer backend or the publisher of KV events, or by the
+    address of its cache."""
+    if environment.get(CACHE_LISTEN) or environment.get(_ROUTE, "off") != "off":
         return True
     return any(text == _NAME or text.endswith(f"={_NAME}") or f'"{_NAME}"' in text for text in arguments)

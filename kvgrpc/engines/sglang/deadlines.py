@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 BOOTSTRAP_TIMEOUT = "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"
 WAITING_TIMEOUT = "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"
+# A request that went to a decode which is dead, and which no other decode knows, is given up after so long.
+UNNAMED_MS = 10_000
 # Prefill answers a second before decode's deadline (Timing.welcome_within): with less it would answer at once.
 _SHORTEST, _LONGEST = 2, 86_400
 _LONGEST_TEXT = 20
@@ -47,7 +49,11 @@ def timing_of(role: Role, environment: Mapping[str, str]) -> Timing:
     waiting = _ticks(environment, WAITING_TIMEOUT, default)
     if role is Role.DECODE:
         return Timing(room_deadline=waiting)
-    return Timing(room_deadline=_ticks(environment, BOOTSTRAP_TIMEOUT, default), unclaimed=waiting)
+    bootstrap = _ticks(environment, BOOTSTRAP_TIMEOUT, default)
+    # SGLang's routers ask both sides at once, and decode names a request as soon as its scheduler has it.
+    return Timing(
+        room_deadline=bootstrap, unclaimed=waiting, unnamed_after_loss=min(bootstrap, default.ticks(UNNAMED_MS))
+    )
 
 
 def _variable(role: Role) -> str:

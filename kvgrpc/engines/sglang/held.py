@@ -10,11 +10,11 @@ class Receiver(Protocol):
 
     @property
     def release_safe(self) -> bool:
-        """Whether nobody writes to its pages any more; never goes back to False."""
+        """True if nobody writes to its pages any more; never goes back to False."""
         ...
 
 
-class HeldRooms:
+class RoomsAwaitingRelease:
     """Which rooms somebody may still write for. SGLang asks by room, and two requests may have had the same one: then
     the pages of both are held until nobody writes for either. Used on the scheduler's thread alone.
 

@@ -7,6 +7,8 @@ its threads at once. docs/engines/sglang.md, section HiCache, has the flags.
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -14,8 +16,10 @@ import msgspec
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 from kvgrpc.engines.compatibility import SGLANG, STORAGE, check
+from kvgrpc.engines.sglang import CACHE_LISTEN
+from kvgrpc.engines.sglang.cache.stored import StoredPages
 from kvgrpc.engines.sglang.clearing import Clearing
-from kvgrpc.errors import InvalidRequest
+from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import (
@@ -24,9 +28,13 @@ from kvgrpc.prefetch.storage.base import (
     PageResult,
     StorageBackend,
     StorageDown,
-    read_settings,
 )
 from kvgrpc.prefetch.storage.keys import KeyMode, Keys, PageIdentity
+from kvgrpc.pull.exported import ExportedPages
+from kvgrpc.pull.lender import LentPages
+from kvgrpc.pull.model import PullConfig
+from kvgrpc.pull.peers import PeersBackend
+from kvgrpc.settings import read
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +46,15 @@ _QUIET_SECONDS = 30.0
 class HiCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What ``--hicache-storage-backend-extra-config`` holds besides SGLang's own keys."""
 
-    storage: str
-    """Name of a kvgrpc storage backend."""
+    storage: str = ""
+    """Name of a kvgrpc storage backend; empty, with ``pull``: other engines' caches alone."""
     storage_config: dict[str, object] = {}
     """Its config."""
     key_mode: KeyMode = KeyMode.KVGRPC
     timeout: Annotated[float, msgspec.Meta(gt=0, le=8)] = 4.0
     """Seconds for a batch of pages. SGLang's threads are joined for 10 when it detaches."""
+    pull: dict[str, object] | None = None
+    """Pages of other engines, and ours for them: keys of PullConfig, and ``exported_pages``; None: neither."""
 
 
 class KvGrpcStorage(HiCacheStorage):
@@ -54,19 +64,42 @@ class KvGrpcStorage(HiCacheStorage):
         """Raises InvalidRequest, FeatureDisabled: SGLang then does not start, or refuses to attach."""
         check(SGLANG, STORAGE)
         given = {key: value for key, value in (storage_config.extra_config or {}).items() if key not in _LOADER_KEYS}
-        self._settings = read_settings(HiCacheSettings, given)
+        self._settings = read(HiCacheSettings, given)
         self._sglang = storage_config
         self._keys: Keys | None = None
         self._pools: dict[str, Any] = {}
         # A store that is down is asked for every request.
         self._lines = RateLimited(logger, lines=1, seconds=_QUIET_SECONDS)
         self._clearing = Clearing()
-        self._backend: StorageBackend = open_backend(self._settings.storage, self._settings.storage_config)
+        self._exported_pages, self.pull = pull_settings(self._settings.pull)
+        self._check_source(storage_config)
+        self._exported: ExportedPages | None = None
+        self._backend: StorageBackend = self._open()
+
+    @property
+    def stored(self) -> StoredPages | None:
+        """For whoever asks beside SGLang; None before SGLang said what its pages are."""
+        pool = self._pools.get(str(PoolName.KV))
+        if self._keys is None or pool is None or self._clearing.under_way:
+            return None
+        return StoredPages(self._backend, self._keys, pool.size_per_token * pool.page_size)
+
+    @property
+    def pulls(self) -> tuple[LentPages, PeersBackend] | None:
+        """What a CachePeer lends and asks by; None where pulls are off."""
+        if self._exported is None or self._keys is None or not isinstance(self._backend, PeersBackend):
+            return None
+        identity = self._keys.identity
+        lends = LentPages(self._exported, self._keys, self._exported.page_bytes, identity.page_size, identity.dtype)
+        return lends, self._backend
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
         self._keys = Keys(self._settings.key_mode, _identity(self._sglang, mem_pool_host))
         self._add_pool(str(PoolName.KV), mem_pool_host)
+        if self.pull is not None and self._exported is None:
+            page_bytes = mem_pool_host.size_per_token * mem_pool_host.page_size
+            self._exported = ExportedPages(self._exported_pages, page_bytes)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
@@ -90,7 +123,8 @@ class KvGrpcStorage(HiCacheStorage):
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """How long a prefix is there with all that its other pools need; prefixes in between may lack something."""
+        """Returns how long a prefix is there with all that its other pools need; prefixes in between may lack
+        something."""
         leading = self._leading(self._names(keys))
         hits = {PoolName.KV: leading} if leading else {}
         restorable = set(range(1, leading + 1))
@@ -121,9 +155,35 @@ class KvGrpcStorage(HiCacheStorage):
     ) -> bool:
         return all(self._run("write", self._names(keys), [_flat(tensor) for tensor in values]))
 
+    def _open(self) -> StorageBackend:
+        settings = self._settings
+        behind = open_backend(settings.storage, settings.storage_config) if settings.storage else None
+        if self.pull is not None:
+            return PeersBackend(behind, owns_storage=True)
+        assert behind is not None
+        return behind
+
+    def _check_source(self, config: Any) -> None:
+        """Raises InvalidRequest, FeatureDisabled."""
+        if self.pull is None and not self._settings.storage:
+            raise InvalidRequest.of("storage", "", "the name of a storage backend; with pull it may be left out")
+        if self.pull is not None and config.tp_size * config.pp_size * config.attn_cp_size > 1:
+            remedy = "leave pull out of the extra config"
+            raise FeatureDisabled(
+                f"pulls between SGLang engines of several ranks are not built: {remedy}",
+                metadata={"feature": "pull", "howToEnable": remedy},
+            )
+        if self.pull is not None and not os.environ.get(CACHE_LISTEN):
+            remedy = f"set {CACHE_LISTEN} to the address where this engine's cache is served"
+            raise FeatureDisabled(
+                f"pull needs an address: {remedy}", metadata={"feature": "pull", "howToEnable": remedy}
+            )
+
     def clear(self) -> bool:
         """Drops what the storage backend calls its own, also of other ranks; False when it could not, or did not come
         to the end in the seconds for which SGLang's scheduler may be held: see Clearing."""
+        if self._exported is not None:
+            self._exported.clear()
         try:
             return self._clearing.clear(self._backend)
         except InvalidRequest as error:
@@ -145,8 +205,11 @@ class KvGrpcStorage(HiCacheStorage):
         return self._keys.of_all(hashes, pool)
 
     def _leading(self, names: list[str]) -> int:
+        """SGLang's decode asks on its scheduler's thread, which waits for nobody: peers are not asked there."""
         if self._clearing.under_way:
             return 0
+        if isinstance(self._backend, PeersBackend) and threading.current_thread() is threading.main_thread():
+            return self._backend.count_stored(names, self._settings.timeout)
         try:
             return self._backend.count_leading(names, self._settings.timeout)
         except StorageDown as error:
@@ -176,6 +239,10 @@ class KvGrpcStorage(HiCacheStorage):
             self._complain(f"{found} indices of pool {pool_name} for {len(hashes)} pages of {page_size}")
             return [False] * len(hashes)
         pages = _pages(pool, host_indices, len(hashes), self._settings.key_mode)
+        if self._exported is not None and what == "write" and pool_name == str(PoolName.KV):
+            self._exported.offer(hashes, pages)
+            if not self._settings.storage:
+                return [True] * len(hashes)
         return self._run(what, self._names(hashes, pool_name), pages)
 
     def _run(self, what: str, names: list[str], pages: list[PageBuffers]) -> list[bool]:
@@ -192,6 +259,19 @@ class KvGrpcStorage(HiCacheStorage):
 
     def _complain(self, what: str) -> None:
         self._lines.warning(self._settings.storage, f"kvgrpc: storage {self._settings.storage!r}: {what}")
+
+
+def pull_settings(given: dict[str, object] | None) -> tuple[int, PullConfig | None]:
+    """Pages that are kept for others, and the rest of the settings. Raises InvalidRequest."""
+    if given is None:
+        return 0, None
+    exported = read(_Exported, {key: value for key, value in given.items() if key == "exported_pages"})
+    rest = {key: value for key, value in given.items() if key != "exported_pages"}
+    return exported.exported_pages, read(PullConfig, rest, "pull.", lenient=True)
+
+
+class _Exported(msgspec.Struct, frozen=True):
+    exported_pages: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)] = 4096
 
 
 def _settle(results: Sequence[PageResult]) -> None:

@@ -105,7 +105,7 @@ def check_supported(kv_args: Any) -> None:
 
 
 def has(settings: Any, name: str, otherwise: Any = False) -> Any:
-    """What SGLang has there; ``otherwise`` in a version that does not have the feature yet."""
+    """Returns what SGLang has there; ``otherwise`` in a version that does not have the feature yet."""
     return getattr(settings, name, otherwise)
 
 

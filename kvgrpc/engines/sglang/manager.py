@@ -15,7 +15,7 @@ from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
 from kvgrpc.engines.addresses import bracketed, loopback_for
 from kvgrpc.engines.identity import MODEL_NAME, identity
-from kvgrpc.engines.sglang.held import HeldRooms
+from kvgrpc.engines.sglang.held import RoomsAwaitingRelease
 from kvgrpc.engines.sglang.limits import check_supported, is_set, page_layout
 from kvgrpc.engines.sglang.rank import SLIDING_WINDOW, Place, external_registry, rank_config
 from kvgrpc.model import Layout, Role
@@ -44,7 +44,7 @@ class KvGrpcManager(BaseKVManager):
         self.external_registry = external_registry()
         self.page_bytes = sum(args.kv_item_lens)
         self._has_window = bool(args.state_types)
-        self._held = HeldRooms()
+        self._held = RoomsAwaitingRelease()
         # Of the room whose sender or receiver SGLang is about to make; see samples.py.
         self.attempt = 0
         role = Role.PREFILL if disaggregation_mode is DisaggregationMode.PREFILL else Role.DECODE
@@ -128,7 +128,7 @@ def _place(role: Role, kv_args: Any, mla: bool) -> Place:
 
 
 def _engine_selects_dp() -> bool:
-    """Whether the dp controller of this engine has a mind of its own; SGLang's decode would ask for each room then."""
+    """True if the dp controller of this engine has a mind of its own; SGLang's decode would ask for each room then."""
     follows = get_parallel().load_balance_method == "follow_bootstrap_room"
     return not follows or is_set("SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK")
 

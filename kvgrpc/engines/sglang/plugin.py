@@ -6,7 +6,9 @@ import enum
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from kvgrpc.engines.compatibility import EVENTS, HAND_OFFS, SGLANG, check, missing, refusal
+from kvgrpc.engines.compatibility import EVENTS, HAND_OFFS, ORDERS, SGLANG, check, missing, refusal
+from kvgrpc.engines.sglang import CACHE_LISTEN
+from kvgrpc.engines.sglang.cache.hooks import register_orders
 from kvgrpc.engines.sglang.samples import counting, naming_attempt, numbered
 from kvgrpc.errors import InvalidRequest
 
@@ -60,6 +62,9 @@ def install(environment: MutableMapping[str, str]) -> None:
         add_disagg_transfer_backend_choices([BACKEND])
         HookRegistry.register(f"{_UTILS}.TransferBackend", with_member(TransferBackend, BACKEND), HookType.REPLACE)
     _register_publisher()
+    if environment.get(CACHE_LISTEN):
+        check(SGLANG, ORDERS)
+        register_orders(environment[CACHE_LISTEN], HookRegistry, HookType)
     ours = BACKEND if route == "backend" else "mooncake"
     HookRegistry.register(f"{_UTILS}.get_kv_class", class_chooser(ours), HookType.AROUND)
     HookRegistry.register(_DECODE_QUEUE, page_holder(ours, environment), HookType.BEFORE)
@@ -115,7 +120,7 @@ def page_holder(backend: str, environment: MutableMapping[str, str]) -> Callable
 
 
 def serves(backend: str) -> bool:
-    """Whether that is the transfer backend of this engine."""
+    """True if that is the transfer backend of this engine."""
     from sglang.srt.runtime_context import get_disagg
 
     return bool(get_disagg().disaggregation_transfer_backend == backend)

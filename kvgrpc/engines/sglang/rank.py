@@ -81,7 +81,7 @@ def external_registry() -> str:
 
 
 def reachable(place: Place) -> tuple[str, str]:
-    """Which address to bind, and which one to give to peers."""
+    """Returns which address to bind, and which one to give to peers."""
     return place.host, place.local_ip if is_wildcard(place.host) else place.host
 
 

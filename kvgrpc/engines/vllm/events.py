@@ -90,7 +90,7 @@ class KvGrpcPublisher(EventPublisher):
         self._publisher.publish(events)
 
     def get_publisher_config(self) -> KVEventsConfig:
-        """What vLLM tells its API server, and that who asks for its sources of events."""
+        """Returns what vLLM tells its API server, and that who asks for its sources of events."""
         return self._config
 
     def shutdown(self) -> None:

@@ -27,7 +27,7 @@ class Group:
     has_window: bool
 
     def pages(self, tokens: int) -> int:
-        """How many blocks so many tokens have, those without one counted."""
+        """Returns how many blocks so many tokens have, those without one counted."""
         return -(-tokens // self.block_tokens)
 
     def blocks_of(self, blocks: Sequence[Sequence[int]], first: int, stop: int) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ def groups_of(kv_cache_config: Any) -> tuple[Group, ...]:
 
 
 def is_served(spec: Any) -> bool:
-    """Whether a request's state in layers of that kind is its blocks, and those are for all tokens or for a window."""
+    """True if a request's state in layers of that kind is its blocks, and those are for all tokens or for a window."""
     specs = specs_of(spec)
     full = all(isinstance(each, FullAttentionSpec) and not isinstance(each, RSWASpec) for each in specs)
     return full or all(type(each) is SlidingWindowSpec for each in specs)

@@ -40,10 +40,12 @@ class Send:
 @dataclass(slots=True)
 class Handoffs(KVConnectorMetadata):
     """By vLLM's request id. ``announced``: transfer ids whose prompts prefill begins to compute; ``dropped``: of those
-    that it will not compute; ``queued``: what came to decode and has no blocks yet.
+    that it will not compute; ``queued``: what came to decode and has no blocks yet. ``bound``: of the announced ones
+    the engine whose decode alone may have it, where the request names one.
     """
 
     announced: dict[str, str] = field(default_factory=dict)
+    bound: dict[str, str] = field(default_factory=dict)
     computed: dict[str, Send] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     receives: dict[str, Receive] = field(default_factory=dict)

@@ -136,7 +136,7 @@ def bootstrap_address(text: str) -> str:
 
 
 def model_of(config: Any, pool: Pool, place: Place) -> ModelIdentity:
-    """What the engine runs, as the other side compares it."""
+    """Returns what the engine runs, as the other side compares it."""
     model = config.model_config
     return identity(model.model, model.revision, pool.dtype, pool.dtype, model.use_mla, place.model_name)
 
@@ -159,8 +159,8 @@ def _attention_backend(config: Any) -> str:
 
 
 def _heads(config: Any, tp_rank: int, of_layers: Sequence[int]) -> dict[str, int]:
-    """Which KV heads the rank holds: an equal share, or copies where heads are fewer than ranks; none: MLA, and layers
-    with heads of another number than the model says (``of_layers``), which only equal parallel sizes hand over.
+    """Returns which KV heads the rank holds: an equal share, or copies where heads are fewer than ranks; none: MLA, and
+    layers with heads of another number than the model says (``of_layers``), which only equal parallel sizes hand over.
     """
     if config.model_config.use_mla:
         return {}
@@ -181,7 +181,7 @@ def _check_dense(name: str, cache: torch.Tensor, blocks: int) -> None:
 
 
 def _is_dense(block: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory, in whatever order of axes."""
+    """True if the elements fill a stretch of memory, in whatever order of axes."""
     expected = 1
     for stride, size in sorted(zip(block.stride(), block.shape, strict=True)):
         if size > 1:

@@ -7,7 +7,8 @@ from typing import Any
 
 
 def reached(config: Any, environment: Mapping[str, str]) -> dict[str, str]:
-    """What a prefill answers to proxies that give it to decode as it is. Raises InvalidRequest for bad settings."""
+    """Returns what a prefill answers to proxies that give it to decode as it is. Raises InvalidRequest for bad
+    settings."""
     from kvgrpc.engines.vllm.rank import Place  # not before vLLM has forked its workers
     from kvgrpc.model import Role
 

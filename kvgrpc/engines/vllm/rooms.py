@@ -26,7 +26,7 @@ class Sending:
 
     @property
     def over(self) -> bool:
-        """Whether vLLM may have the pages back: it was given them, and nobody reads them any more."""
+        """True if vLLM may have the pages back: it was given them, and nobody reads them any more."""
         return self._holds and self.room.ended and self.room.release_safe
 
 
@@ -46,7 +46,7 @@ class Receiving:
 
     @property
     def awaited(self) -> bool:
-        """Whether vLLM waits for the end."""
+        """True if vLLM waits for the end."""
         return count_of(self.pages) > 0
 
     def give_up(self) -> None:
@@ -61,5 +61,5 @@ class Receiving:
 
     @property
     def over(self) -> bool:
-        """Whether nobody writes to the pages any more."""
+        """True if nobody writes to the pages any more."""
         return self.room.ended and self.room.release_safe

@@ -21,6 +21,8 @@ from kvgrpc.observability.logging import RateLimited
 logger = logging.getLogger("vllm." + __name__)
 # What decode answers, beside its tokens, where it computed a prompt that prefill was to compute.
 UNUSED = "kvgrpc_prefill_unused"
+# With which a proxy that has chosen decode already names its engine to prefill.
+DECODE = "kvgrpc_decode"
 _QUIET_SECONDS = 30.0
 _COMPUTED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -76,7 +78,7 @@ class Scheduler:
         self._shortened.add(request.request_id)
 
     def tokens_elsewhere(self, request: Request, computed: int) -> int:
-        """How many tokens of the prompt, behind the ``computed`` ones, prefill will hand over."""
+        """Returns how many tokens of the prompt, behind the ``computed`` ones, prefill will hand over."""
         return max(0, self._handed_over(request) - computed) if self._wants(request) else 0
 
     def on_blocks(self, request: Request, blocks: KVCacheBlocks, elsewhere: int) -> None:
@@ -92,6 +94,8 @@ class Scheduler:
             params["do_remote_prefill"] = False  # once; preempted later, it computes its prompt itself
         elif self._gives(request):
             self._next.announced[number] = str(params["transfer_id"])
+            if params.get(DECODE):
+                self._next.bound[number] = str(params[DECODE])
 
     def on_output(self, failed_pages: Iterable[int], failed_requests: Iterable[str], received: Iterable[str]) -> None:
         """What the workers said of this step: vLLM fails requests that lost pages, or computes their prompts here."""
@@ -157,7 +161,7 @@ class Scheduler:
         return gives
 
     def _answer(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """What a proxy gives to decode as it is."""
+        """Returns what a proxy gives to decode as it is."""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,

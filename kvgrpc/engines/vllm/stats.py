@@ -35,7 +35,7 @@ class TransferStats(KVConnectorStats):
         self.data["unused"][reason] = self.data["unused"].get(reason, 0) + 1
 
     def take(self) -> TransferStats | None:
-        """What was counted since the last call; None if nothing was."""
+        """Returns what was counted since the last call; None if nothing was."""
         if self.is_empty():
             return None
         taken = TransferStats(self.data)

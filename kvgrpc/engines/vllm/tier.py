@@ -10,9 +10,12 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -30,12 +33,14 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvgrpc.engines.compatibility import STORAGE, VLLM, check
+from kvgrpc.engines.vllm.offload.sources import engines_of
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.prefetch.model import Released
 from kvgrpc.prefetch.storage import open_backend
-from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers, PageResult, StorageBackend
+from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers, PageResult, PageSource, StorageBackend
 from kvgrpc.prefetch.storage.keys import KeyMode, Keys, PageIdentity
+from kvgrpc.pull.peers import PeersBackend
 
 logger = logging.getLogger("vllm." + __name__)
 _THREADS = 2
@@ -54,40 +59,52 @@ class KvGrpcTier(SecondaryTierManager):
     """
 
     medium = Medium.STORAGE
+    # Of this process: orders for an engine's cache look for them.
+    opened: ClassVar[weakref.WeakSet[KvGrpcTier]] = weakref.WeakSet()
 
     def __init__(
         self,
         offloading_spec: Any,
         primary_kv_view: memoryview,
         tier_type: str,
-        storage: str,
+        storage: str = "",
         storage_config: Mapping[str, object] | None = None,
         timeout: float = 10.0,
+        peers: bool = False,
         locality: str | None = None,
         backpressure_detector: Any = None,
         **unknown: Any,
     ) -> None:
         """``storage``, ``storage_config``: as docs/storage.md has them; ``timeout``: seconds for one job's chunks.
+        ``peers``: other engines are asked first, by the ``pull`` of the engine's KvGrpcOrders; then storage may be "".
 
         Raises InvalidRequest, FeatureDisabled: vLLM then does not start.
         """
         check(VLLM, STORAGE)
         for name, value in unknown.items():
-            raise InvalidRequest.of(name, value, "one of storage, storage_config, timeout, locality, backpressure")
+            raise InvalidRequest.of(
+                name, value, "one of storage, storage_config, timeout, peers, locality, backpressure"
+            )
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
         self._timeout = timeout
         self._keys = Keys(KeyMode.KVGRPC, identity_of(offloading_spec, self.block_size_bytes))
-        self._address = np.asarray(primary_kv_view).ctypes.data
-        self._backend: StorageBackend = open_backend(storage, storage_config)
-        self._backend.register([MemoryRange(self._address, primary_kv_view.nbytes)])
-        self._lookups = Lookups(tier_type, self.contained)
+        self.address = np.asarray(primary_kv_view).ctypes.data
+        if not storage and not peers:
+            raise InvalidRequest.of("storage", storage, "a storage backend, or none and peers")
+        stored = open_backend(storage, storage_config) if storage else None
+        self._stores = stored is not None
+        self.peers = PeersBackend(stored, owns_storage=True) if peers else None
+        self.backend: StorageBackend = self.peers if stored is None or self.peers is not None else stored  # type: ignore[assignment]
+        self.backend.register([MemoryRange(self.address, primary_kv_view.nbytes)])
+        self._lookups = Lookups(tier_type, self._contained)
         self._readers = ThreadPoolExecutor(_THREADS, "kvgrpc-tier-read")
         self._writers = ThreadPoolExecutor(_THREADS, "kvgrpc-tier-write")
         self._closing = threading.Event()
         self._running: dict[int, tuple[Future[list[bool]], TransferJob]] = {}
         # A store that is down is asked for every request.
         self._lines = RateLimited(logger, lines=1, seconds=_QUIET_SECONDS)
+        self.opened.add(self)
 
     # Questions.
 
@@ -109,10 +126,15 @@ class KvGrpcTier(SecondaryTierManager):
     # Transfers.
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._submit(self._writers, self._backend.write, job_metadata)
+        if self._stores:
+            self._submit(self._writers, self.backend.write, job_metadata)
+        else:
+            stored: Future[list[bool]] = Future()
+            stored.set_result([True] * len(job_metadata.keys))
+            self._running[job_metadata.job_id] = stored, job_metadata
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._submit(self._readers, self._backend.read, job_metadata)
+        self._submit(self._readers, partial(self._read, job_metadata), job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         done = [number for number, (future, _) in self._running.items() if future.done()]
@@ -130,12 +152,13 @@ class KvGrpcTier(SecondaryTierManager):
         """
         deadline = time.monotonic() + _CLOSE_SECONDS
         self._closing.set()
+        self.opened.discard(self)
         asking = threading.Thread(target=self._lookups.shutdown, name="kvgrpc-tier-close", daemon=True)
         asking.start()
         for pool in (self._readers, self._writers):
             pool.shutdown(wait=False, cancel_futures=True)
         _, hung = wait([future for future, _ in self._running.values()], _CLOSE_SECONDS / 2)
-        closed = self._backend.close(max(0.0, deadline - time.monotonic()))
+        closed = self.backend.close(max(0.0, deadline - time.monotonic()))
         asking.join(max(0.0, deadline - time.monotonic()))
         if not closed:
             _STILL_USED.append(self._primary_kv_view.obj)
@@ -145,18 +168,55 @@ class KvGrpcTier(SecondaryTierManager):
             what = f"the store still hangs after {_CLOSE_SECONDS:g} s, with {left} under way{memory}"
             logger.error("kvgrpc: tier %s is closed: %s", self.tier_type, what)
 
+    def purge(self, dry_run: bool, timeout: float) -> int | None:
+        """Drops what the store has of this engine and of those that share its chunks; how many. Blocks.
+
+        ``dry_run``: nothing goes; None where the store cannot count.
+        """
+        assert self._keys.prefix is not None
+        count = self.backend.count if dry_run else self.backend.clear
+        return count(self._keys.prefix, timeout)
+
+    def count_behind(self, prompt: Sequence[OffloadKey], first: int) -> int:
+        """Chunks that other engines or the store have behind the ``first`` leading ones of a prompt. Blocks."""
+        return self._source(list(prompt), first).count_leading(self._names(prompt[first:]), self._timeout)
+
     # On the tier's own threads.
 
-    def contained(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Which chunks the store holds."""
+    def _contained(self, keys: Sequence[OffloadKey], context: ReqContext) -> list[bool]:
+        """Returns which chunks other engines or the store hold."""
         if self._closing.is_set():
             return [False] * len(keys)
-        return self._backend.contains(self._names(keys), self._timeout)
+        names, near = self._names(keys), 0
+        if self.peers is not None:
+            prompt, only = prompt_of(context), engines_of(context)
+            stretch = next(stretches(prompt, keys), None)
+            if stretch is not None and stretch.start == 0:
+                near = self._source(prompt, stretch.first, only).count_leading(names[: stretch.length], self._timeout)
+        return [True] * near + (self.backend.contains(names[near:], self._timeout) if near < len(names) else [])
+
+    def _read(
+        self, job: TransferJob, names: Sequence[str], pages: Sequence[PageBuffers], timeout: float
+    ) -> list[PageResult]:
+        if self.peers is None:
+            return self.backend.read(names, pages, timeout)
+        prompt, only, end = prompt_of(job.req_context), engines_of(job.req_context), time.monotonic() + timeout
+        results: list[PageResult] = []
+        for stretch in stretches(prompt, list(job.keys)):
+            part = slice(stretch.start, stretch.start + stretch.length)
+            left = max(0.001, end - time.monotonic())
+            results += self._source(prompt, stretch.first, only).read(names[part], pages[part], left)
+        return results
+
+    def _source(self, prompt: Sequence[OffloadKey], first: int, only: Collection[str] | None = None) -> PageSource:
+        if self.peers is None:
+            return self.backend
+        return self.peers.behind([get_offload_block_hash(key).hex() for key in prompt], first, only)
 
     def _submit(self, pool: ThreadPoolExecutor, call: Callable[..., list[PageResult]], job: TransferJob) -> None:
         names = self._names(job.keys)
         size = self.block_size_bytes
-        pages: list[PageBuffers] = [((self._address + int(chunk) * size, size),) for chunk in job.chunk_ids]
+        pages: list[PageBuffers] = [((self.address + int(chunk) * size, size),) for chunk in job.chunk_ids]
         self._running[job.job_id] = pool.submit(self._run, call, names, pages), job
 
     def _run(self, call: Callable[..., list[PageResult]], names: list[str], pages: Sequence[PageBuffers]) -> list[bool]:
@@ -202,19 +262,54 @@ class KvGrpcTier(SecondaryTierManager):
         self._lines.warning(self.tier_type, f"kvgrpc: tier {self.tier_type}: {what}")
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Keys of a call, from ``start`` on, that follow each other in their prompt from ``first`` on."""
+
+    start: int
+    length: int
+    first: int
+
+
+def prompt_of(context: ReqContext) -> list[OffloadKey]:
+    """All chunks of a request's prompt from the first on, as vLLM noted them; none where it did not.
+
+    A holder of chunks is asked by the whole prompt: what is behind another beginning has other bytes.
+    """
+    noted = list(getattr(context, "_offload_key_positions", {}).items())
+    ends = sorted((end, key) for key, end in noted)
+    step = ends[0][0] if ends else 0
+    whole = [end for end, _ in ends] == [step * number for number in range(1, len(ends) + 1)]
+    return [key for _, key in ends] if whole else []
+
+
+def stretches(prompt: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> Iterator[Stretch]:
+    """All keys, in order; those that are not of the prompt are behind its end, each by itself."""
+    if not prompt:
+        yield Stretch(0, len(keys), 0)
+        return
+    places = {key: place for place, key in enumerate(prompt)}
+    found = [places.get(key, len(prompt)) for key in keys]
+    start = 0
+    for number in range(1, len(keys) + 1):
+        if number == len(keys) or found[number] != found[number - 1] + 1 or found[number] >= len(prompt):
+            yield Stretch(start, number - start, found[start])
+            start = number
+
+
 class Lookups(AsyncLookupManager):
     """vLLM's own way to ask a slow store, with our question."""
 
-    def __init__(self, tier_type: str, contained: Callable[[Sequence[OffloadKey]], list[bool]]) -> None:
+    def __init__(self, tier_type: str, contained: Callable[[Sequence[OffloadKey], ReqContext], list[bool]]) -> None:
         self._contained = contained  # before the thread, which asks
         super().__init__(tier_type)
 
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> list[bool]:
-        return self._contained(keys)
+        return self._contained(keys, req_context)
 
 
 def identity_of(spec: Any, chunk_bytes: int) -> PageIdentity:
-    """What a chunk's bytes depend on besides its hash: what vLLM's own tier of files tells apart, and its size.
+    """Returns what a chunk's bytes depend on besides its hash: what vLLM's own tier of files tells apart, and its size.
 
     A chunk holds the parts of all workers, so that their sizes are in it, and no rank is.
     """

@@ -80,7 +80,7 @@ class Worker:
     def take_on(self, handoffs: Handoffs) -> None:
         """Begins what the scheduler said of this step."""
         for number, transfer_id in handoffs.announced.items():
-            self._sending_of(number, transfer_id)
+            self._sending_of(number, transfer_id, handoffs.bound.get(number, ""))
         for number, send in handoffs.computed.items():
             self._sending_of(number, send.transfer_id).send(send.pages)
         for number, transfer_id in handoffs.dropped.items():
@@ -144,12 +144,11 @@ class Worker:
         else:
             self._failed_pages.update(receiving.pages.get(KV, ()))
 
-    def _sending_of(self, number: str, transfer_id: str) -> Sending:
+    def _sending_of(self, number: str, transfer_id: str, decode: str = "") -> Sending:
         """A request that was preempted is announced again."""
         if number not in self._sending:
-            self._sending[number] = Sending(
-                KVSender(self._transfers[Role.PREFILL], "", room_from_transfer_id(transfer_id))
-            )
+            room = room_from_transfer_id(transfer_id)
+            self._sending[number] = Sending(KVSender(self._transfers[Role.PREFILL], "", room, decode=decode))
         return self._sending[number]
 
     def _receiver(self, receive: Receive) -> KVReceiver:

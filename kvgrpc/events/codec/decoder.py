@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
+from kvgrpc.events.codec.depth import holds_deeper, nests_deeper, split
 from kvgrpc.events.codec.map import read_map
-from kvgrpc.events.codec.positional import AnyArray, event_of, read_array
+from kvgrpc.events.codec.positional import AnyArray, AnyStored, event_of, read_array
 from kvgrpc.events.model import (
     AllBlocksCleared,
     BlockRemoved,
@@ -59,17 +60,28 @@ def decode_batch(payload: bytes) -> KVEventBatch:
     """The batch of a payload in any encoding and dialect.
 
     Events that cannot be read are UnknownEvents with their bytes. Raises msgspec.DecodeError for what is no batch, and
-    nothing else; memory stays within a constant times the payload's length.
+    RecursionError where the caller's own stack has no room for an event that others read. Memory stays within a
+    constant times the payload's length.
     """
     try:
-        if _holds_arrays(payload):
-            arrays = _arrays.decode(payload)
-            return KVEventBatch(_seconds(arrays.ts), [event_of(array) for array in arrays.events], arrays.rank)
-        maps = _maps.decode(payload)
-        return KVEventBatch(_seconds(maps.ts), maps.events, maps.rank)
+        batch = _decode_typed(payload)
     except _UNREADABLE:
         # Not only what does not fit: a map whose key is a map, a date of the year 10000, within a field of one event.
-        return _decode_one_by_one(payload)
+        batch = None
+    return batch or _decode_one_by_one(payload)
+
+
+def _decode_typed(payload: bytes) -> KVEventBatch | None:
+    """None where an event nests too deep."""
+    if _holds_arrays(payload):
+        arrays = _arrays.decode(payload)
+        if any(map(_is_too_deep_array, arrays.events)):
+            return None
+        return KVEventBatch(_seconds(arrays.ts), [event_of(array) for array in arrays.events], arrays.rank)
+    maps = _maps.decode(payload)
+    if any(map(_is_too_deep, maps.events)):
+        return None
+    return KVEventBatch(_seconds(maps.ts), maps.events, maps.rank)
 
 
 def check_batch(payload: bytes) -> None:
@@ -87,16 +99,37 @@ def _decode_one_by_one(payload: bytes) -> KVEventBatch:
 def _shape_of(payload: bytes) -> _Shape:
     try:
         return _shapes.decode(payload)
-    except (RecursionError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise msgspec.DecodeError(str(error)) from None
+    except RecursionError:
+        ts, events, more = split(payload)
+        return _Shape(ts, [msgspec.Raw(event) for event in events], *map(msgspec.Raw, more[:1]))
 
 
 def _value(raw: bytes) -> Any:
     """None for what cannot be read."""
     try:
-        return _anything.decode(raw)
+        value = _anything.decode(raw)
+    except RecursionError:
+        if nests_deeper(raw):
+            return None
+        raise  # of the caller's stack, not of the payload
     except _UNREADABLE:
         return None
+    return None if holds_deeper(value, 0) else value
+
+
+def _is_too_deep(event: Event) -> bool:
+    if not isinstance(event, BlockStored):
+        return False
+    return any(free is not None and holds_deeper(free, 1) for free in (event.extra_keys, event.unknown_keys))
+
+
+def _is_too_deep_array(event: AnyArray) -> bool:
+    if not isinstance(event, AnyStored):
+        return False
+    free = [part for part in (event.extra_keys, event.name_or_metadata) if isinstance(part, list | dict)]
+    return any(holds_deeper(part, 1) for part in free)
 
 
 def _event(raw: bytes) -> Event:
@@ -117,7 +150,7 @@ def _seconds(ts: float) -> float:
 
 
 def _holds_arrays(payload: bytes) -> bool:
-    """Whether the first event is an array, in a batch as engines write it: [float64, [event, ...], ...]."""
+    """True if the first event is an array, in a batch as engines write it: [float64, [event, ...], ...]."""
     header = payload[10:11]
     first = 11 + (2 if header == b"\xdc" else 4 if header == b"\xdd" else 0)
     return payload[first : first + 1] in _ARRAY_HEADERS

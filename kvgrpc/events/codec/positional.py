@@ -50,7 +50,7 @@ class _Cleared(_Array, tag="AllBlocksCleared"):
     pass
 
 
-class _AnyStored(_Array, tag="BlockStored", forbid_unknown_fields=True):
+class AnyStored(_Array, tag="BlockStored", forbid_unknown_fields=True):
     """What any version appended. Element 7 became the adapter's name in vLLM and a map of metadata in SGLang."""
 
     block_hashes: Sequence[BlockHash]
@@ -83,9 +83,9 @@ class _AnyTierCleared(_Array, tag="TierBlocksCleared", forbid_unknown_fields=Tru
     ownership: str | None = None
 
 
-AnyArray = _AnyStored | _AnyRemoved | _AnyCleared | _AnyTierCleared
+AnyArray = AnyStored | _AnyRemoved | _AnyCleared | _AnyTierCleared
 _ANY = {
-    "BlockStored": _AnyStored,
+    "BlockStored": AnyStored,
     "BlockRemoved": _AnyRemoved,
     "AllBlocksCleared": _AnyCleared,
     "TierBlocksCleared": _AnyTierCleared,
@@ -126,7 +126,7 @@ def seed_001(event: Event) -> object | None:
 
 def event_of(array: AnyArray) -> Event:
     """The event of a decoded array."""
-    if isinstance(array, _AnyStored):
+    if isinstance(array, AnyStored):
         name, salt = array.name_or_metadata, None
         if isinstance(name, dict):
             salt, name = name.get("cache_salt"), None
@@ -158,10 +158,10 @@ def read_array(values: list[Any]) -> Event | None:
     known = _ANY.get(values[0]) if values and isinstance(values[0], str) else None
     if known is None:
         return None
-    if known is _AnyStored and _holds_images(values):
+    if known is AnyStored and _holds_images(values):
         values = [*values[:9], *values[10:]]
     fields = values[1 : 1 + len(known.__struct_fields__)]
-    if known is _AnyStored and len(fields) >= 4:
+    if known is AnyStored and len(fields) >= 4:
         fields[2:4] = [fields[2] if fields[2] is not None else [], fields[3] if fields[3] is not None else 0]
     try:
         return event_of(msgspec.convert([values[0], *fields], known, builtin_types=(bytes,)))
@@ -170,7 +170,7 @@ def read_array(values: list[Any]) -> Event | None:
 
 
 def _holds_images(values: list[Any]) -> bool:
-    """Whether position 9 is Dynamo's list of images, or nil in its place, and the group comes behind it."""
+    """True if position 9 is Dynamo's list of images, or nil in its place, and the group comes behind it."""
     if len(values) > 10 and values[9] is None:
         return type(values[10]) is int
     return len(values) > 9 and isinstance(values[9], list)

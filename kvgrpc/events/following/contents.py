@@ -46,7 +46,7 @@ class CacheContents:
         self._groups: dict[int, CacheGroup] = {}
 
     def match(self, match: Match, hashes: Sequence[int], step: int) -> Match:
-        """What of a match of group 0 is of use, where the other groups of the model are here too.
+        """Returns what of a match of group 0 is of use, where the other groups of the model are here too.
 
         ``hashes`` and ``step`` as in ``groups.usable``.
         """
@@ -59,7 +59,7 @@ class CacheContents:
         return Match(*found)
 
     def saved(self, engine: str, dp: int, log_id: str) -> SavedCache:
-        """What it is now, to be packed with the cut of its index."""
+        """Returns what it is now, to be packed with the cut of its index."""
         places = [
             SavedPlace(medium, group, list(copies), {block: count for block, count in copies.items() if count > 1})
             for (medium, group), copies in self._others.items()
@@ -87,8 +87,8 @@ class CacheContents:
                 self._stored(medium, group, [block] * (count - 1))
 
     def apply(self, events: Iterable[object]) -> int:
-        """What happened, in its order. How many events changed nothing because nobody here knows their kind, or because
-        they name a place beyond what a cache may have."""
+        """Returns what happened, in its order. How many events changed nothing because nobody here knows their kind, or
+        because they name a place beyond what a cache may have."""
         unknown = 0
         for event in events:
             if isinstance(event, BlockStored):
@@ -141,11 +141,11 @@ class CacheContents:
                 del self._checkpoints[next(iter(self._checkpoints))]
 
     def digest_at(self, next_sequence: int) -> StateDigest | None:
-        """What it came to when all before that sequence were in; None where that is not known any more."""
+        """Returns what it came to when all before that sequence were in; None where that is not known any more."""
         return self.digest() if next_sequence == self.next_sequence else self._checkpoints.get(next_sequence)
 
     def digest(self) -> StateDigest:
-        """What a publisher with the same state says at ``next_sequence``."""
+        """Returns what a publisher with the same state says at ``next_sequence``."""
         return self._digest.digest(self.next_sequence)
 
     def _clear(self, medium: str) -> None:

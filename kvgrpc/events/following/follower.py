@@ -40,6 +40,7 @@ from kvgrpc.events.following.messages import (
 )
 from kvgrpc.events.following.saved import SavedCache
 from kvgrpc.events.log.digest import StateDigest
+from kvgrpc.model import EngineLoad
 
 # An engine that nobody reaches must not attract requests for ever.
 HIDE_AFTER_SECONDS = 30.0
@@ -76,6 +77,8 @@ class FollowerCore:
         self.last_error: Exception | None = None
         self.lasting = False
         self.counts = FollowerCounts()
+        # What the publisher's engine has to do, as its last heartbeat said.
+        self.load: EngineLoad | None = None
         self._index = index
         self._decode = decode
         self._live = live
@@ -126,7 +129,7 @@ class FollowerCore:
         return min((at for at in (self._retry.at, self._hide_at) if at is not None), default=None)
 
     def take_commands(self) -> list[Command]:
-        """What is to be done now, in this order."""
+        """Returns what is to be done now, in this order."""
         commands, self._commands = self._commands, []
         return commands
 
@@ -136,7 +139,7 @@ class FollowerCore:
         self._take_over(contents)
 
     def saved(self, engine: str, dp: int) -> SavedCache | None:
-        """What may be known again later; None where it is not exact, or hidden."""
+        """Returns what may be known again later; None where it is not exact, or hidden."""
         contents = self.contents
         if contents is None or not self._shown or not contents.whole or contents.doubtful_at is not None:
             return None
@@ -275,6 +278,11 @@ class FollowerCore:
         elif self._main is None or number != self._main.number:
             return
         self._fail(error, now)
+
+    def told_load(self, number: int, load: EngineLoad | None) -> None:
+        """What a heartbeat said of the engine."""
+        if self._main is not None and self._main.number == number:
+            self.load = load
 
     # What PUB says.
 
@@ -472,14 +480,14 @@ class FollowerCore:
 
 
 def _keeps_none(error: Exception | None) -> bool:
-    """Whether a publisher refused a snapshot because it keeps none, or is older than snapshots."""
+    """True if a publisher refused a snapshot because it keeps none, or is older than snapshots."""
     if isinstance(error, InvalidRequest):
         return error.metadata.get("field") == "mode"
     return isinstance(error, FeatureDisabled)
 
 
 def _is_lasting(error: Exception | None, *, heard: bool) -> bool:
-    """Whether time alone can hardly mend it: a wrong name, no permission, another server."""
+    """True if time alone can hardly mend it: a wrong name, no permission, another server."""
     if not isinstance(error, KvGrpcError) or isinstance(error, _MOVED_ON) or error.retry_after is not None:
         return False
     if error.code in _BREAKS:
@@ -488,5 +496,5 @@ def _is_lasting(error: Exception | None, *, heard: bool) -> bool:
 
 
 def _asked_seconds(error: Exception | None) -> float:
-    """How long the publisher asks to be left alone."""
+    """Returns how long the publisher asks to be left alone."""
     return error.retry_after or 0.0 if isinstance(error, KvGrpcError) else 0.0

@@ -29,7 +29,7 @@ class CacheGroup(NamedTuple):
 def usable(
     prefix: int, page_tokens: int, hashes: Sequence[int], step: int, groups: dict[int, CacheGroup], holds: Holds
 ) -> int:
-    """How many of the first ``prefix`` blocks (of ``page_tokens``) are of use where these groups hold blocks.
+    """Returns how many of the first ``prefix`` blocks (of ``page_tokens``) are of use where these groups hold blocks.
 
     ``hashes`` are those of the prompt in steps of ``step`` tokens (0: of a block); ``holds`` says whether a group holds
     a block. The longest prefix that all of them can use.

@@ -108,8 +108,26 @@ class BlockIndex:
             if match.storage and (cache := self._caches[slot]) is not None
         }
 
+    def on_host(self, hashes: Sequence[int], among: Iterable[BlockSet]) -> dict[BlockSet, int]:
+        """For each of these that is shown, how many leading blocks lie on its host itself, whatever its device has."""
+        caches = {cache.slot: cache for cache in among}
+        left = self._shown & _slots(caches.values())
+        ends: dict[int, int] = {}
+        before: int | None = -1
+        for position, number in enumerate(map(self._numbers.get, hashes)):
+            if number == before:
+                continue
+            before = number
+            there = 0 if number is None else self._on_host(number)
+            _note(ends, left & ~there, position)
+            left &= there
+            if not left:
+                break
+        _note(ends, left, len(hashes))
+        return {caches[slot]: blocks for slot, blocks in ends.items()}
+
     def match(self, slot: int, hashes: Sequence[int]) -> Match:
-        """How many leading blocks one cache holds. For BlockSet."""
+        """Returns how many leading blocks one cache holds. For BlockSet."""
         return self._matches(1 << slot, hashes)[slot]
 
     def plane(self, medium: str) -> int | None:
@@ -247,6 +265,12 @@ class BlockIndex:
             if cache is not None:
                 cache.forget_steps()
 
+    def _on_host(self, number: int) -> int:
+        held = 0
+        for reached, plane in zip(self._reached, self._holders[number], strict=False):
+            held |= plane if reached is Reached.HOST else 0
+        return held
+
     def _reach_of(self, holders: Holders) -> Reach:
         reach = [0, 0, 0, 0]
         for nearest, plane in zip(self._reached, holders, strict=False):
@@ -289,7 +313,7 @@ class BlockSet:
         return {name: (medium.plane, dict(medium.copies)) for name, medium in self._media.items() if medium.count}
 
     def tells(self, medium: str) -> bool:
-        """Whether blocks in this medium can be here; for one index that never changes."""
+        """True if blocks in this medium can be here; for one index that never changes."""
         return self._index.plane(medium) is not None
 
     def stored(self, medium: str, hashes: Sequence[int]) -> int:
@@ -386,7 +410,7 @@ class BlockSet:
         self._index.free(self._slot)
 
     def match(self, hashes: Sequence[int]) -> Match:
-        """How many leading blocks of ``hashes`` are here, whether or not the index shows it."""
+        """Returns how many leading blocks of ``hashes`` are here, whether or not the index shows it."""
         return self._index.match(self._slot, hashes)
 
     def media_of(self, block: int) -> frozenset[str]:

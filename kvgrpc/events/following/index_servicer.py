@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from kvgrpc.errors import ServerDraining
+from kvgrpc.errors import InvalidRequest, ServerDraining
 from kvgrpc.events.following.index import tier_of
 from kvgrpc.events.following.messages import FollowerState
-from kvgrpc.events.following.questions import Asked, Budget, asked_from_pb, wanted_from_pb
+from kvgrpc.events.following.planned import fill_placement
+from kvgrpc.events.following.planning import Placement, PlanQuestion
+from kvgrpc.events.following.questions import Asked, Budget, asked_from_pb, wanted_from_pb, wanted_of_plan
 from kvgrpc.events.following.sources import CacheScore, Freshness, Question, Source, Wanted
 from kvgrpc.observability import metrics
 from kvgrpc.paging import page_size, page_token, read_page_token
 from kvgrpc.rpc.blocking import BlockingCalls
+from kvgrpc.rpc.turns import PIECE_SECONDS, in_pieces, next_turn
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceServicer
 
 MAX_NOT_FOLLOWED = 100
 # Up to 5 ms of SHA-256 in blocks of 16 tokens or more, 20 to 70 in blocks of one, of which a turn of the loop has its
-# share; longer prompts and blocks are hashed on threads, so many of them at once, and of one caller.
+# share; longer prompts and blocks are hashed on threads, so many of them at once.
 ON_THE_LOOP_TOKENS, _ON_THE_LOOP_BLOCK = 16_384, 1_024
-_TURN_SECONDS = 0.002
-MAX_LARGE, MAX_LARGE_OF_A_CALLER = 32, 8
+_FILLED_OF_A_STEP = 64
+MAX_LARGE = 16
 _LIST = "ListSources"
 _PROMPTS, _MISSES = metrics.INDEX_PROMPTS, metrics.INDEX_MISSES
 _STATES = {state: pb.IndexSourceState.Value(f"INDEX_SOURCE_STATE_{state.name}") for state in FollowerState}
@@ -36,6 +38,9 @@ class Scores(Protocol):
 
     def ask(self, question: Question, wanted: Wanted) -> list[CacheScore]: ...
     def page_sizes(self, wanted: Wanted, model: str = "") -> set[int]: ...
+    def plan_in_steps(
+        self, questions: Sequence[PlanQuestion], wanted: Wanted, *, reserve: bool = False
+    ) -> Iterator[list[Placement] | None]: ...
     def sources(self) -> list[Source]: ...
     def not_followed(self) -> list[str]: ...
 
@@ -46,10 +51,7 @@ class IndexServicer(IndexServiceServicer):
     def __init__(self, index: Scores) -> None:
         self._index = index
         self._draining = False
-        self._one_goes_on = asyncio.Lock()
-        self._large = BlockingCalls(
-            "index-hash", "scores of long prompts", threads=2, most=MAX_LARGE, per_caller=MAX_LARGE_OF_A_CALLER
-        )
+        self._large = BlockingCalls("index-hash", "scores of long prompts", threads=2, most=MAX_LARGE)
 
     def drain(self) -> None:
         """Answers SERVER_DRAINING from now on."""
@@ -71,17 +73,38 @@ class IndexServicer(IndexServiceServicer):
             _PROMPTS.inc()
             if not scores:
                 _MISSES.inc()
+            budget.take_answers("max_scores", request.max_scores, len(scores))
             _fill_scores(response.prompts.add(), scores, _blocks(chains, asked.step, prompt))
-            if time.monotonic() - began > _TURN_SECONDS:
-                await asyncio.sleep(0)  # others' turn
+            if time.monotonic() - began > PIECE_SECONDS:
+                await next_turn()
                 began = time.monotonic()
+        return response
+
+    async def Plan(self, request: pb.PlanRequest, context: Any) -> pb.PlanResponse:
+        self._check_open()
+        wanted, budget, began = wanted_of_plan(request), Budget(), time.monotonic()
+        questions = []
+        for index, each in enumerate(request.prompts):
+            field = f"prompts[{index}].prompt"
+            sizes = self._index.page_sizes(wanted, each.prompt.model) if _leaves_sizes_open(each.prompt) else ()
+            asked = asked_from_pb(each.prompt, field, sizes, budget)
+            chains = {0: asked.given} if asked.given is not None else await self._hashed(asked)
+            question = Question(chains, each.prompt.model, asked.step)
+            tokens = each.tokens or asked.tokens
+            questions.append(PlanQuestion(question, tokens, frozenset(each.engines), frozenset(each.sources)))
+            if time.monotonic() - began > PIECE_SECONDS:
+                await next_turn()
+                began = time.monotonic()
+        response = pb.PlanResponse()
+        steps = self._index.plan_in_steps(questions, wanted, reserve=request.reserve)
+        await in_pieces(_filled(response, request, questions, steps, budget))
         return response
 
     async def ListSources(self, request: pb.ListSourcesRequest, context: Any) -> pb.ListSourcesResponse:
         self._check_open()
         after = read_page_token(_LIST, request.page_token)
         size = page_size(request.page_size)
-        sources, states = self._index.sources(), frozenset(request.states)
+        sources, states = self._index.sources(), _states(request.states)
         found = [
             source
             for source in sources
@@ -101,17 +124,22 @@ class IndexServicer(IndexServiceServicer):
             return await self._large.run(lambda: _all_hashes(asked))
         found: dict[int, list[int]] = {size: [] for size in asked.chains}
         for size, hashes in asked.chains.items():
-            if not _hash_some(hashes, found[size]):
-                async with self._one_goes_on:  # the turns of many would come one after the other
-                    last = False
-                    while not last:
-                        await asyncio.sleep(0)
-                        last = _hash_some(hashes, found[size])
+            while not _hash_some(hashes, found[size]):
+                await next_turn()
         return found
 
     def _check_open(self) -> None:
         if self._draining:
             raise ServerDraining("this index stops: ask another one")
+
+
+def _states(asked: Sequence[int]) -> frozenset[int]:
+    known = frozenset(_STATES.values())
+    for index, state in enumerate(asked):
+        if state not in known:
+            names = ", ".join(map(pb.IndexSourceState.Name, sorted(known)))
+            raise InvalidRequest.of(f"states[{index}]", state, f"one of {names}")
+    return frozenset(asked)
 
 
 def _place(source: Source) -> str:
@@ -138,12 +166,34 @@ def _all_hashes(asked: Asked) -> dict[int, list[int]]:
 
 def _hash_some(hashes: Iterator[int], found: list[int]) -> bool:
     """As many as a turn of the loop has time for; whether these were the last."""
-    end = time.monotonic() + _TURN_SECONDS
+    end = time.monotonic() + PIECE_SECONDS
     for one in hashes:
         found.append(one)
         if time.monotonic() > end:
             return False
     return True
+
+
+def _filled(
+    response: pb.PlanResponse,
+    request: pb.PlanRequest,
+    questions: Sequence[PlanQuestion],
+    steps: Iterator[list[Placement] | None],
+    budget: Budget,
+) -> Iterator[None]:
+    """Puts the plan of each request into the answer as it comes."""
+    asked = zip(questions, request.prompts, strict=True)
+    for placements in steps:
+        if placements is not None:
+            (question, _, _, _), each = next(asked)
+            message = response.plans.add(blocks=_blocks(dict(question.chains), question.step, each.prompt))
+            told = placements[: request.max_placements or 1]
+            budget.take_answers("max_placements", request.max_placements, len(told))
+            for number, placement in enumerate(told, 1):
+                fill_placement(message.placements.add(), placement)
+                if not number % _FILLED_OF_A_STEP:
+                    yield None
+        yield None
 
 
 def _fill_scores(message: pb.PromptScores, scores: Sequence[CacheScore], blocks: int) -> None:

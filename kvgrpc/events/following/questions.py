@@ -13,11 +13,15 @@ from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.wire import seconds_from_pb
 
 MAX_PROMPTS = 1024
+# Each looks at all caches of its model, with estimates for each: tens of microseconds a cache.
+MAX_PLAN_PROMPTS = 256
 MAX_BLOCKS = 65_536
 # What a request may carry; the server's own limit for a message lies above it.
 MAX_TOKENS = 2**20
 MAX_ENGINES = 1024
 MAX_ITEMS, MAX_LOOKAHEAD = 1024, 64
+# Of all prompts of an answer together: some 4 MiB, which is what clients of any language take.
+MAX_ANSWERS = 65_536
 # Where a prompt leaves them open, it is hashed once for each.
 MAX_PAGE_SIZES = 8
 LONGEST_STALENESS_SECONDS = 86_400.0
@@ -43,7 +47,7 @@ class Budget:
     """What one request may still ask for."""
 
     def __init__(self) -> None:
-        self._blocks, self._tokens = MAX_BLOCKS, MAX_TOKENS
+        self._blocks, self._tokens, self._answers = MAX_BLOCKS, MAX_TOKENS, MAX_ANSWERS
 
     def take(self, field: str, tokens: int, blocks: int) -> None:
         """Raises InvalidRequest where it is too much, with what came before."""
@@ -54,9 +58,17 @@ class Budget:
         if self._blocks < 0:
             raise InvalidRequest.of(field, f"{blocks} blocks", f"at most {MAX_BLOCKS} blocks in all prompts together")
 
+    def take_answers(self, field: str, most: int, answers: int) -> None:
+        """``most``: of one prompt, as the caller set it. Raises InvalidRequest where they are too many with those of
+        the prompts before."""
+        self._answers -= answers
+        if self._answers < 0:
+            rule = f"so few that an answer has at most {MAX_ANSWERS} in all prompts together"
+            raise InvalidRequest.of(field, most, rule)
+
 
 def wanted_from_pb(request: pb.ScoreRequest) -> Wanted:
-    """Which caches. Raises InvalidRequest."""
+    """Returns which caches. Raises InvalidRequest."""
     if not 0 < len(request.prompts) <= MAX_PROMPTS:
         raise InvalidRequest.of("prompts", f"{len(request.prompts)} of them", f"1 to {MAX_PROMPTS}")
     if len(request.engines) > MAX_ENGINES:
@@ -65,6 +77,20 @@ def wanted_from_pb(request: pb.ScoreRequest) -> Wanted:
     if request.HasField("max_staleness"):
         staleness = seconds_from_pb("max_staleness", request.max_staleness, LONGEST_STALENESS_SECONDS)
     return Wanted(frozenset(request.engines), request.max_scores, request.with_freshness, staleness)
+
+
+def wanted_of_plan(request: pb.PlanRequest) -> Wanted:
+    """Returns which caches a plan may rest on. Raises InvalidRequest."""
+    if not 0 < len(request.prompts) <= MAX_PLAN_PROMPTS:
+        raise InvalidRequest.of("prompts", f"{len(request.prompts)} of them", f"1 to {MAX_PLAN_PROMPTS}")
+    for index, each in enumerate(request.prompts):
+        for name, named in (("engines", each.engines), ("sources", each.sources)):
+            if len(named) > MAX_ENGINES:
+                raise InvalidRequest.of(f"prompts[{index}].{name}", f"{len(named)} names", f"at most {MAX_ENGINES}")
+    staleness = None
+    if request.HasField("max_staleness"):
+        staleness = seconds_from_pb("max_staleness", request.max_staleness, LONGEST_STALENESS_SECONDS)
+    return Wanted(freshness=False, max_staleness=staleness)
 
 
 def asked_from_pb(prompt: pb.ScorePrompt, field: str, sizes: Collection[int], budget: Budget) -> Asked:

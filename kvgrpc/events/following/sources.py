@@ -9,9 +9,10 @@ from typing import NamedTuple
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.follower import FollowerCore
-from kvgrpc.events.following.index import BlockIndex
+from kvgrpc.events.following.index import BlockIndex, Match
 from kvgrpc.events.following.messages import FollowerCounts, FollowerState
 from kvgrpc.events.following.saved import SavedCut
+from kvgrpc.model import EngineLoad
 
 
 class Freshness(NamedTuple):
@@ -41,12 +42,25 @@ class CacheScore(NamedTuple):
     freshness: Freshness | None
 
 
+class Holding(NamedTuple):
+    """What one cache has of a request: leading blocks by how far one has to reach for them, and those on the host
+    itself, which it can lend. ``blocks``: of the request; ``load``: of its engine, None: not told."""
+
+    engine: str
+    dp: int
+    match: Match
+    lendable: int
+    page_tokens: int
+    blocks: int
+    load: EngineLoad | None
+
+
 class Question(NamedTuple):
     """The beginning of one request.
 
-    ``chains``: its hashes by the tokens of a cache's block; under 0 for every cache that has no chain of its own. Of
-    these, block i of a cache of k steps to a block is hash (i+1)k-1. ``model``: only caches of engines that run it; "":
-    of any, if all that are asked run one.
+    ``chains``: its hashes by the tokens of a cache's block; under 0 for every cache that has no chain of its own. These
+    are ``step`` tokens apart (0: a block): block i of a cache of k steps to a block is hash (i+1)k-1. ``model``: only
+    caches of engines that run it; "": of any, if all that are asked run one.
     """
 
     chains: Mapping[int, Sequence[int]]
@@ -88,9 +102,21 @@ class _Followed:
     model: str
 
 
+_NOTHING = Match(0, 0, 0, 0)
 _Key = tuple[str, int]
 _Asked = tuple[_Key, _Followed, CacheContents]
-_Class = tuple[Sequence[int], int, dict[_Key, _Asked] | None]
+
+
+class _Chain(NamedTuple):
+    """Hashes, every how many is a block, and how many tokens lie between two (0: a block)."""
+
+    hashes: Sequence[int]
+    stride: int
+    step: int
+
+
+_NO_CHAIN = _Chain((), 1, 0)
+_Class = tuple[_Chain, dict[_Key, _Asked] | None]
 
 
 class SourceTable:
@@ -116,14 +142,14 @@ class SourceTable:
         """The caches that hold the first block, those with most tokens first. Raises InvalidRequest where no model is
         named and the caches are of several."""
         found = []
-        for hashes, stride, asked in self._classes(question, wanted):
+        for (hashes, stride, step), asked in self._classes(question, wanted):
             strided = hashes if stride == 1 else hashes[stride - 1 :: stride]
             matches = self.index.score(strided, None if asked is None else [each[2].blocks for each in asked.values()])
             for key, followed, contents in self._asked(wanted, question.model) if asked is None else asked.values():
                 match = matches.get(contents.blocks)
                 if match is None:
                     continue
-                match = contents.match(match, hashes, question.step)
+                match = contents.match(match, hashes, step)
                 if match.storage and not _is_stale(followed.core, wanted.max_staleness, now):
                     tokens = match.storage * (contents.page_tokens or 1)
                     found.append((-tokens, -match.device, key, match, contents.page_tokens, followed.core))
@@ -134,21 +160,55 @@ class SourceTable:
             for _, _, key, match, page_tokens, core in found[: wanted.most or None]
         ]
 
+    def holdings(self, question: Question, wanted: Wanted, now: float) -> list[Holding]:
+        """Returns what each of these caches that answer has of a request, those that have nothing too.
+
+        Nobody is sent to, nor pulls from, one that does not answer. Raises as ``score``.
+        """
+        found = []
+        for size, caches in self._by_size(question, wanted, now).items():
+            hashes, stride, step = _chain(question, size) or _NO_CHAIN
+            strided = hashes if stride == 1 else hashes[stride - 1 :: stride]
+            sets = [contents.blocks for _, contents in caches.values()]
+            matches, on_host = self.index.score(strided, sets), self.index.on_host(strided, sets)
+            for key, (followed, contents) in caches.items():
+                match = matches.get(contents.blocks, _NOTHING)
+                if match.storage:
+                    match = contents.match(match, hashes, step)
+                lendable = min(on_host.get(contents.blocks, 0), match.host)
+                found.append(Holding(*key, match, lendable, size, len(strided), followed.core.load))
+        return found
+
+    def _by_size(
+        self, question: Question, wanted: Wanted, now: float
+    ) -> dict[int, dict[_Key, tuple[_Followed, CacheContents]]]:
+        """These caches by the tokens of their blocks; one that has told of no block yet has those of the others, where
+        these agree."""
+        by_size: dict[int, dict[_Key, tuple[_Followed, CacheContents]]] = {}
+        for key, followed, contents in self._asked(wanted, question.model):
+            is_away = followed.core.state is FollowerState.CONNECTING
+            if not is_away and not _is_stale(followed.core, wanted.max_staleness, now):
+                load = followed.core.load
+                size = contents.page_tokens or (0 if load is None else load.page_tokens)
+                by_size.setdefault(size, {})[key] = followed, contents
+        if 0 in by_size and len(by_size) == 2:
+            unknown = by_size.pop(0)
+            (known,) = by_size.values()
+            known |= unknown
+        return by_size
+
     def _classes(self, question: Question, wanted: Wanted) -> Iterator[_Class]:
-        """The hashes that fit caches of one page size, every how many is a block, and these caches; None: all."""
+        """Yields what fits caches of one page size, and these caches; None: all."""
         if list(question.chains) == [0] and not question.step:
-            yield question.chains[0], 1, None
+            yield _Chain(question.chains[0], 1, 0), None
             return
         by_size: dict[int, dict[_Key, _Asked]] = {}
         for asked in self._asked(wanted, question.model):
             by_size.setdefault(asked[2].page_tokens, {})[asked[0]] = asked
         for size, caches in by_size.items():
-            if size in question.chains:
-                yield question.chains[size], 1, caches
-            elif 0 in question.chains:
-                step = question.step or size or 1
-                if not size % step:
-                    yield question.chains[0], max(1, size // step), caches
+            chain = _chain(question, size)
+            if chain is not None:
+                yield chain, caches
 
     def _asked(self, wanted: Wanted, model: str) -> Iterator[_Asked]:
         models = set()
@@ -192,12 +252,22 @@ class SourceTable:
         )
 
 
+def _chain(question: Question, size: int) -> _Chain | None:
+    """Returns what fits caches of blocks of so many tokens (0: not told yet); None: nothing does."""
+    if size and size in question.chains:
+        return _Chain(question.chains[size], 1, 0)
+    step = question.step or size or 1
+    if 0 not in question.chains or size % step:
+        return None
+    return _Chain(question.chains[0], max(1, size // step), question.step)
+
+
 def _is_stale(core: FollowerCore, most: float | None, now: float) -> bool:
     return most is not None and (core.exact_at is None or now - core.exact_at > most)
 
 
 def freshness(core: FollowerCore, now: float) -> Freshness:
-    """How fresh the contents of a follower are."""
+    """Returns how fresh the contents of a follower are."""
     contents, known = core.contents, core.known_next
     idle_time = None if core.heard_at is None else max(0.0, now - core.heard_at)
     if contents is None:

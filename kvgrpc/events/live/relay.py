@@ -272,7 +272,7 @@ def _connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
 
 
 def _needs_ipv6(endpoint: Endpoint) -> bool:
-    """Whether it is an IPv6 address, or a name that has no other: of one that has both, ZMQ would take the IPv6 one,
+    """True if it is an IPv6 address, or a name that has no other: of one that has both, ZMQ would take the IPv6 one,
     where an engine that bound "*" does not listen."""
     if endpoint.ipv6 or not endpoint.address.startswith("tcp:"):
         return endpoint.ipv6

@@ -169,7 +169,7 @@ class ReplayRouter:
             replay.next = part.last + 1
 
     def _send(self, client: bytes, frames: tuple[bytes, ...]) -> bool:
-        """Whether it is on its way. A client that is gone is forgotten."""
+        """True if it is on its way. A client that is gone is forgotten."""
         try:
             self._socket.send_multipart((client, *frames), zmq.NOBLOCK)
         except zmq.Again:

@@ -99,11 +99,11 @@ class DigestCounter:
                 del self._tiers[medium, group]
 
     def holds(self, medium: str, group: int) -> bool:
-        """Whether a block is there."""
+        """True if a block is there."""
         return (medium, group) in self._tiers
 
     def admits(self, medium: str, group: int) -> bool:
-        """Whether blocks may come there: not into one place more than MAX_PLACES, nor into one with a longer name."""
+        """True if blocks may come there: not into one place more than MAX_PLACES, nor into one with a longer name."""
         if (medium, group) in self._tiers:
             return True
         # Characters have four bytes at most.

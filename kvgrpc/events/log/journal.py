@@ -108,7 +108,8 @@ class Journal:
             self._evict(self._clock())
 
     def read(self, first: int, last: int | None = None, limit: int = CHUNK_BYTES) -> Batches | DroppedRange | None:
-        """What follows a cursor, up to ``last`` inclusive: a hole, or batches of at most ``limit`` bytes (but one).
+        """Returns what follows a cursor, up to ``last`` inclusive: a hole, or batches of at most ``limit`` bytes (but
+        one).
 
         None: nothing is there yet. Raises EventsCompacted when ``first`` is not kept any more.
         """

@@ -201,7 +201,7 @@ class SnapshotCut:
         self._encode(runs[middle:])
 
     def _is_halved(self, blocks: list[CachedBlock], size: int) -> bool:
-        """Whether a run of this size is: each half says again what all blocks have in common, which may be most of it.
+        """True if a run of this size is: each half says again what all blocks have in common, which may be most of it.
         So only what no client takes, and not where one block alone is as bad."""
         if size <= MAX_BATCH_BYTES or len(blocks) == 1:
             return False

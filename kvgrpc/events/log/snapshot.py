@@ -99,7 +99,7 @@ class CacheState:
         return unknown
 
     def digest(self) -> StateDigest:
-        """What it comes to."""
+        """Returns what it comes to."""
         return self._digest.digest(self.next_sequence, doubtful=self.doubtful)
 
     def cut(self) -> Cut:

@@ -82,8 +82,8 @@ class EventStream:
         return self._ended
 
     def digest(self, next_sequence: int) -> StateDigest | None:
-        """What is cached, as a reader who has all before ``next_sequence`` can compare it; None where nothing is
-        recorded."""
+        """Returns what is cached, as a reader who has all before ``next_sequence`` can compare it; None where nothing
+        is recorded."""
         return None if self.recorder is None else self.recorder.digest(next_sequence)
 
     def state(self) -> StreamState:

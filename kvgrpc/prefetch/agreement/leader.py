@@ -73,6 +73,7 @@ class LeaderAgreement:
             priority=order.priority,
             tenant=order.tenant,
             extra_key=order.extra_key,
+            engines=order.engines,
             timeout=wire.seconds_to_pb(timeout),
             kind=pb.OperationKind.ValueType(order.kind),
         )

@@ -194,6 +194,7 @@ class JoinedAgreement:
                 priority=start.priority,
                 tenant=start.tenant,
                 extra_key=start.extra_key,
+                engines=tuple(start.engines),
                 timeout=max(0.001, start.timeout.ToMicroseconds() / 1e6),
             )
             if not self._obey(start.operation_id, partial(self._begin, order)):

@@ -16,7 +16,7 @@ from kvgrpc.prefetch.copies.layers import LayerSignal
 from kvgrpc.prefetch.copies.operation import CopyAck, CopyOperation, CopyPiece, Direction, copy_failed, merge
 from kvgrpc.prefetch.copies.paths import CopyPath, IoBackend
 from kvgrpc.prefetch.copies.streams import open_lane, pin, unpin
-from kvgrpc.prefetch.model import Short
+from kvgrpc.prefetch.model import NotEnoughPages
 from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
@@ -33,8 +33,8 @@ class CopyEngine:
     """Copies of one device pool and one host pool of the same shape. Thread-safe; only ``close`` waits.
 
     ``piece_pages``: how many pages of writes go at once; after each such piece the most urgent that waits is next. The
-    caller evicts: a full pool answers ``Short`` and stays as it is. An engine with its own page allocator gives
-    ``load`` device pages; it must not use the device pool's table then.
+    caller evicts: a full pool answers ``NotEnoughPages`` and stays as it is. An engine with its own page allocator
+    gives ``load`` device pages; it must not use the device pool's table then.
     """
 
     def __init__(
@@ -82,18 +82,18 @@ class CopyEngine:
         node: object = None,
         priority: int = 0,
         host_pages: Pages | None = None,
-    ) -> Pages | Short:
+    ) -> Pages | NotEnoughPages:
         """Copies device pages to the host: their host pages at once, PRESENT after the ack. Raises InvalidRequest, and
         TooManyRequests when ``MAX_WAITING`` copies were begun and their acks not taken.
 
-        ``host_pages``: RESERVED ones of the caller; None: taken from the host pool, which may be ``Short``. The device
-        pages must stay as they are until the ack.
+        ``host_pages``: RESERVED ones of the caller; None: taken from the host pool, which may be ``NotEnoughPages``.
+        The device pages must stay as they are until the ack.
         """
         device = self._checked(device_pages)
         self._check_room()
         fence = self._lane[Direction.DOWN].fence()
         host = self.host.table.take(len(device)) if host_pages is None else host_pages
-        if isinstance(host, Short):
+        if isinstance(host, NotEnoughPages):
             return host
         operation = CopyOperation(next(self._numbers), Direction.DOWN, device, host, node, priority, fence)
         with self._lock:
@@ -114,12 +114,12 @@ class CopyEngine:
         node: object = None,
         priority: int = 0,
         device_pages: Pages | None = None,
-    ) -> Pages | Short:
+    ) -> Pages | NotEnoughPages:
         """Queues PRESENT host pages for the next ``start_loading``: their device pages at once. Raises as ``write``
         does, and PageStateInvalid.
 
-        ``device_pages``: the caller's own; None: taken from the device pool, which may be ``Short``. The host pages are
-        read-locked until the ack.
+        ``device_pages``: the caller's own; None: taken from the device pool, which may be ``NotEnoughPages``. The host
+        pages are read-locked until the ack.
         """
         host = as_pages(host_pages)
         given = None if device_pages is None else self._checked(device_pages)
@@ -127,7 +127,7 @@ class CopyEngine:
         fence = self._lane[Direction.UP].fence()
         self.host.table.read(host)
         device = self.device.table.take(len(host)) if given is None else given
-        if isinstance(device, Short):
+        if isinstance(device, NotEnoughPages):
             self.host.table.end_read(host)
             return device
         operation = CopyOperation(next(self._numbers), Direction.UP, device, host, node, priority, fence)

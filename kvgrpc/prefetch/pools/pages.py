@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvgrpc.errors import PageStateInvalid
+from kvgrpc.prefetch.model import NotEnoughPages
 from kvgrpc.prefetch.model import Pages as Pages
-from kvgrpc.prefetch.model import Short
 
 
 class PageState(enum.IntEnum):
@@ -57,13 +57,13 @@ class PageTable:
             counted = {state.name.lower(): int(states[state]) for state in PageState}
             return {**counted, "read": int(np.count_nonzero(self._readers))}
 
-    def take(self, count: int) -> Pages | Short:
-        """So many pages, RESERVED; ``Short`` when fewer are free, and none is taken. It never makes room by itself."""
+    def take(self, count: int) -> Pages | NotEnoughPages:
+        """Takes so many pages, RESERVED. ``NotEnoughPages``: fewer are free, and none is taken. Never evicts."""
         if count < 0:
             raise self._invalid("take", f"{count} pages", "at least 0 pages")
         with self._lock:
             if count > self._free_count:
-                return Short(count - self._free_count)
+                return NotEnoughPages(count - self._free_count)
             pages: Pages = self._free[self._free_count - count : self._free_count][::-1].copy()
             if np.any(self._state[pages] != PageState.FREE):
                 raise self._invalid("take", "a page that is in use", "a free page")

@@ -138,7 +138,8 @@ class Operation:
 
     The pages of the prompt from ``covered`` on are its own, and ``outcomes`` begins there. It has ``ended`` only once
     all reads and writes of its pages were over. ``cut``: nothing more is begun. ``finishing``: its part is done, the
-    other ranks' last word is waited for. ``owner``: the caller that began it; "": this rank or its engine did.
+    other ranks' last word is waited for. ``settled``: a prefetch whose prefix is the keeper's; it ends once storage
+    lets go of the other pages. ``owner``: the caller that began it; "": this rank or its engine did.
     """
 
     order: Order
@@ -159,10 +160,13 @@ class Operation:
     completed: int = 0
     retries: int = 0
     nbytes: int = 0
+    used: int = 0
+    wasted: int = 0
     outcomes: list[PageOutcome] = field(default_factory=list)
     pages: Pages = field(default_factory=lambda: NO_PAGES)
     in_flight: int = 0
     finishing: bool = False
+    settled: bool = False
     cut: bool = False
     closing: bool = False
     blocked_since: float | None = None
@@ -230,6 +234,8 @@ class Operation:
             (self.ended_at or now) - self.began,
             tuple(self.outcomes) if with_pages else (),
             self.failure,
+            self.used,
+            self.wasted,
         )
 
     # What happens to it; each kind says what it makes of that.

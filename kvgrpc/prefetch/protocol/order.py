@@ -12,6 +12,7 @@ MAX_PAGES = 65_536
 """Pages of one operation."""
 MAX_PRIORITY = 1_000
 MAX_TIMEOUT = 3600.0
+MAX_ENGINES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class Order:
     ``request_id``: a repeat is the same operation; empty: it has no repeats. ``operation_id``: the name that all ranks
     of a replica use. A smaller ``priority`` is more urgent; ``tenant``: who takes turns. ``extra_key``: the one that
     the hashes began with, part of the keys in storage. ``timeout``: seconds until it ends with what it has; None: the
-    limits' own.
+    limits' own. ``engines``: those whose host caches pages may come from; none named: whichever there are.
     """
 
     kind: OperationKind
@@ -32,6 +33,7 @@ class Order:
     tenant: str = ""
     extra_key: str = ""
     timeout: float | None = None
+    engines: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raises InvalidRequest."""
@@ -39,10 +41,12 @@ class Order:
             raise InvalidRequest.of("page_hashes", f"{len(self.hashes)} pages", f"1 to {MAX_PAGES} pages")
         if abs(self.priority) > MAX_PRIORITY:
             raise InvalidRequest.of("priority", self.priority, f"-{MAX_PRIORITY} to {MAX_PRIORITY}")
+        if len(self.engines) > MAX_ENGINES:
+            raise InvalidRequest.of("engines", f"{len(self.engines)} names", f"at most {MAX_ENGINES}")
         if self.timeout is not None and not 0 < self.timeout <= MAX_TIMEOUT:
             raise InvalidRequest.of("timeout", self.timeout, f"above 0, at most {MAX_TIMEOUT:g} seconds")
 
     def asks_the_same(self, other: Order) -> bool:
         """Whether a repeat under one request id may stand for the other."""
-        mine = (self.hashes, self.priority, self.tenant, self.extra_key, self.timeout)
-        return mine == (other.hashes, other.priority, other.tenant, other.extra_key, other.timeout)
+        mine = (self.hashes, self.priority, self.tenant, self.extra_key, self.timeout, self.engines)
+        return mine == (other.hashes, other.priority, other.tenant, other.extra_key, other.timeout, other.engines)

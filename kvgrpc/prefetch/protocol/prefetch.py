@@ -11,17 +11,16 @@ from dataclasses import dataclass, field
 
 from kvgrpc.errors import Failure
 from kvgrpc.prefetch.model import (
+    NotEnoughPages,
     OperationState,
     PageOutcome,
     PageResult,
     Pages,
     PageStatus,
-    Short,
     Stop,
 )
 from kvgrpc.prefetch.protocol.operation import (
     LOOK_AGAIN_SECONDS,
-    NO_PAGES,
     Keep,
     LookUp,
     Operation,
@@ -43,6 +42,8 @@ _OUTCOMES = {
 }
 _BEFORE_READING = (OperationState.QUEUED, OperationState.QUERYING, OperationState.AGREEING)
 _TRIES_FOR_ROOM = 3  # a keeper may say that fewer lack than do, once
+LET_GO_SECONDS = 0.5
+"""Reads that are under way at a cut get so long; then what has arrived is handed over, and storage keeps the rest."""
 
 
 @dataclass(slots=True)
@@ -69,6 +70,8 @@ class Prefetch(Operation):
     _why_fewer: Stop = Stop.NONE
     _last_word: Decision | None = None
     _handed: int = 0
+    _let_go_at: float = 0.0
+    _last: tuple[OperationState, Stop] | None = None
 
     @property
     def least(self) -> int:
@@ -126,15 +129,15 @@ class Prefetch(Operation):
             self._last_word = decision
             self._hand_over()
 
-    def on_room(self, pages: Pages | Short) -> None:
+    def on_room(self, pages: Pages | NotEnoughPages) -> None:
         """The keeper's answer to ``Reserve``."""
         asked, self._asked = self._asked, 0
         if self.closing:
             # A bug ended it meanwhile; nobody else knows of this room.
-            if not isinstance(pages, Short) and len(pages):
+            if not isinstance(pages, NotEnoughPages) and len(pages):
                 self._work.append(Release(pages))
             return
-        if isinstance(pages, Short):
+        if isinstance(pages, NotEnoughPages):
             self._why_fewer = Stop.CAPACITY
             self._leave() if self.cut else self._ask_for_room(asked - max(1, pages.missing))
             return
@@ -162,7 +165,12 @@ class Prefetch(Operation):
         """What came of each page; returned are those to ask for again at once.
 
         The bytes of a page are in place before anybody can see that it completed. One that cannot come ends the
-        operation: what lies behind it is of no use."""
+        operation: what lies behind it is of no use. What comes after its last vote counts no more."""
+        if self.finishing:
+            self.in_flight -= 1
+            self.lingering += results
+            self._fail_when_quiet() if self._failing else self._end_when_quiet()
+            return None
         for index, result in zip(batch.indices, results, strict=True):
             self._record(index, result, _OUTCOMES[result.status], self.covered + index)
         if now < self.deadline and (again := self._again(batch, results)) is not None:
@@ -178,6 +186,7 @@ class Prefetch(Operation):
             self._work.append(ReadNext())
         else:
             self._finish_when_quiet()
+            self._await_reads(now)
         return None
 
     def on_kept(self, found: object) -> None:
@@ -200,12 +209,14 @@ class Prefetch(Operation):
         if self.state in (OperationState.TRANSFERRING, OperationState.ENDING) and not self.finishing:
             self.cut = True
             self._finish_when_quiet()
+            self._work.append(Wake(0.0))
             return
         self._failing = True
         self._fail_when_quiet()
 
     def terminate(self, stop: Stop, now: float) -> None:
-        """Begins nothing more; what is in place once the batches on their way are there stays usable.
+        """Begins nothing more; what is in place once the batches on their way are there stays usable. They get
+        LET_GO_SECONDS.
 
         Before it reads it holds nothing that moves, so it ends at once, whatever its look-up does."""
         if self.ended or self.closing or self.cut:
@@ -215,6 +226,7 @@ class Prefetch(Operation):
         if self.state is OperationState.TRANSFERRING:
             self._turn(OperationState.ENDING)
             self._finish_when_quiet()
+            self._await_reads(now)
         elif self.state in _BEFORE_READING and not self._asked:
             self._leave()
 
@@ -239,8 +251,12 @@ class Prefetch(Operation):
             return
         if self._failing:
             self._fail_when_quiet()
+        elif self.settled:
+            self._end_when_quiet()
         elif self._last_word is not None and not self._handed:
             self._hand_over()
+        elif self.cut and self.in_flight:
+            self._await_reads(now)
         elif now >= self.deadline:
             self.terminate(Stop.DEADLINE, now)
 
@@ -300,24 +316,42 @@ class Prefetch(Operation):
 
     def _finish_when_quiet(self) -> None:
         """Says how much arrived, once no read is on its way and none is to come."""
-        quiet = not self.in_flight and (self.cut or self._next_page >= len(self.pages))
-        if not quiet or self.finishing:
+        if not self.in_flight and (self.cut or self._next_page >= len(self.pages)):
+            self._finish()
+
+    def _await_reads(self, now: float) -> None:
+        """Of one that was cut: reads that hang keep the pages that they may still write, and nobody else waiting."""
+        if self.finishing or not self.in_flight:
+            return
+        if not self._let_go_at:
+            self._let_go_at = now + LET_GO_SECONDS
+        if now < self._let_go_at:
+            self._work.append(Wake(self._let_go_at - now))
+            return
+        for index in range(self._next_page):
+            if self.outcomes[index] is PageOutcome.PENDING:
+                self.outcomes[index] = PageOutcome.TIMEOUT
+        self._finish()
+
+    def _finish(self) -> None:
+        if self.finishing:
             return
         self.finishing = True
         self._turn(OperationState.ENDING)
         self._say(Stage.COMPLETED, self.covered + self._done, self.stop, self.limits.agreement_timeout)
 
     def _hand_over(self) -> None:
-        """The agreed prefix is the keeper's, the rest goes back; both only once no backend holds any of it."""
+        """The agreed prefix is the keeper's; the rest goes back once no backend holds any of it."""
         assert self._last_word is not None
-        if self.lingers:
+        if self.lingers and any(each.ok for each in self.lingering):
             self._work.append(Wake(LOOK_AGAIN_SECONDS))
             return
         completed = max(self.covered, min(self._last_word.pages, self.covered + self._done))
         self._handed = completed
-        self._give_back(completed - self.covered)
-        pages, self.pages = self.pages, NO_PAGES
-        self._hold(0)
+        pages, self.pages = self.pages[: completed - self.covered], self.pages[completed - self.covered :]
+        self._hold(len(self.pages))
+        if not (self.in_flight or self.lingers):
+            self._give_back(0)
         if len(pages):
             self._work.append(Keep(self.hashes[:completed], self.covered, pages))
         else:
@@ -329,7 +363,18 @@ class Prefetch(Operation):
         stop = self.stop or (Stop.PAGE_LOST if found < self._handed else self._last_word.stop)
         whole = found == self.agreed and not self.cut
         state = OperationState.DONE if whole else state_of(stop, max(0, found - self.covered))
-        self._close(state, self._why_fewer if whole else stop)
+        self._last = state, self._why_fewer if whole else stop
+        self.settled, self.changed = True, True
+        self._end_when_quiet()
+
+    def _end_when_quiet(self) -> None:
+        """It has handed over; what storage still has goes back when storage lets go."""
+        if self._last is None or self.in_flight:
+            return
+        if self.lingers:
+            self._work.append(Wake(LOOK_AGAIN_SECONDS))
+        else:
+            self._close(*self._last)
 
     def _mark_completed(self, pages: int) -> None:
         """So many leading pages are in place; those behind them that were read came in vain."""
@@ -339,6 +384,8 @@ class Prefetch(Operation):
                 self.outcomes[index] = PageOutcome.SKIPPED
 
     def _fail_when_quiet(self) -> None:
+        if self.in_flight:
+            return
         if self.lingers:
             self._work.append(Wake(LOOK_AGAIN_SECONDS))
             return

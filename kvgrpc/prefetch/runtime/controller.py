@@ -173,10 +173,11 @@ class CacheController:
         """For a scheduler that holds a request back for its prefetch: None while it should wait, then the end.
 
         The policy says how long; once it says stop, the operation is cut: one that looks up or agrees ends at once,
-        the pages of another come after the batch that is on its way. The time of ``StopPolicy.TIMEOUT`` begins with the
-        first look that found it unfinished.
+        the pages of another come after the batch that is on its way. A batch that hangs is waited for half a second:
+        then the row is of an operation that is ENDING, its prefix usable, and its other pages storage's for a while.
+        The time of ``StopPolicy.TIMEOUT`` begins with the first look that found it unfinished.
         """
-        if operation.ended:
+        if operation.ended or operation.settled:
             return self.book.row(operation)
         policy = policy or self.limits.stop_policy
         now = time.monotonic()
@@ -186,7 +187,7 @@ class CacheController:
             policy is StopPolicy.TIMEOUT and now - operation.blocked_since >= self.time_allowed(len(operation.hashes))
         ):
             self.terminate(operation, Stop.DEADLINE if policy is StopPolicy.TIMEOUT else Stop.CANCELLED)
-        return self.book.row(operation) if operation.ended else None
+        return self.book.row(operation) if operation.ended or operation.settled else None
 
     def time_allowed(self, pages: int) -> float:
         """Seconds that ``StopPolicy.TIMEOUT`` waits for so many pages, SGLang's formula."""
@@ -270,7 +271,7 @@ class CacheController:
         if self.storage is None or not hashes:
             return 0
         keys = [self._key_of(each, extra_key) for each in hashes]
-        return source_behind(self.storage, behind).count_leading(keys, timeout)
+        return source_behind(self.storage, (*behind, *hashes), len(behind)).count_leading(keys, timeout)
 
     def present_in_storage(self, hashes: Sequence[str], timeout: float) -> int:
         """How many of them storage has, in whatever order, by keys without an extra key; blocks as

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from kvgrpc.errors import Failure
@@ -27,6 +29,8 @@ from kvgrpc.prefetch.tree.keeper import Keeper
 
 T = TypeVar("T")
 StorageWork = LookUp | ReadNext | WriteNext
+# A call of storage that has taken so many times its time-out hangs.
+_HUNG_AFTER = 2.0
 
 
 class Step(Protocol):
@@ -55,6 +59,8 @@ class StorageThreads:
         self._limits = limits
         self._step = step
         readers, writers = limits.readers, limits.writers
+        # When the call began in which a thread is, by the thread.
+        self._calls: dict[type[Any], dict[int, float]] = {LookUp: {}, ReadNext: {}, WriteNext: {}}
         self._workers: dict[type[Any], Worker[Operation]] = {
             LookUp: Worker("prefetch-query", self._look_up, failed, threads=readers),
             ReadNext: Worker("prefetch-read", self._read, failed, threads=readers),
@@ -63,7 +69,22 @@ class StorageThreads:
 
     @property
     def healthy(self) -> bool:
-        return all(worker.healthy for worker in self._workers.values())
+        """All of its threads live, and of each kind one at least does not stand in a call that ignores its time-out."""
+        return all(worker.healthy for worker in self._workers.values()) and not any(map(self._all_hang, self._workers))
+
+    def _all_hang(self, kind: type[Any]) -> bool:
+        before = time.monotonic() - _HUNG_AFTER * self._limits.storage_timeout
+        hanging = sum(began < before for began in list(self._calls[kind].values()))
+        return hanging >= (self._limits.writers if kind is WriteNext else self._limits.readers)
+
+    @contextlib.contextmanager
+    def _calling(self, kind: type[Any]) -> Iterator[None]:
+        thread = threading.get_ident()
+        self._calls[kind][thread] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._calls[kind][thread]
 
     def put(self, operation: Operation, work: StorageWork) -> None:
         """Raises TooManyRequests."""
@@ -91,7 +112,8 @@ class StorageThreads:
             if seconds <= 0 or operation.cut:
                 return hit, Stop.DEADLINE, None
             try:
-                found = self._source(operation, first).count_leading(batch, seconds)
+                with self._calling(LookUp):
+                    found = self._source(operation, first).count_leading(batch, seconds)
             except BaseException as error:  # a panic of a library in Rust is no Exception
                 return hit, Stop.BACKEND_DOWN, failure_of(error, self._storage.name)
             hit += found
@@ -126,7 +148,8 @@ class StorageThreads:
         """Asks storage whether it has pages that others write; what is to be written here after all."""
         keys = [self._key(operation, operation.hashes[index]) for index in batch.indices]
         try:
-            there = self._storage.contains(keys, self._limits.storage_timeout)
+            with self._calling(WriteNext):
+                there = self._storage.contains(keys, self._limits.storage_timeout)
             if len(there) != len(keys):
                 raise ValueError(f"{len(there)} answers for {len(keys)} pages")
         except BaseException as error:  # a panic of a library in Rust is no Exception
@@ -145,7 +168,8 @@ class StorageThreads:
             call = source.read if reading else self._storage.write
             keys = [self._key(operation, hashes[first + index]) for index in batch.indices]
             buffers = [self._host.page_buffers(int(pages[index])) for index in batch.indices]
-            results = list(call(keys, buffers, seconds))
+            with self._calling(ReadNext if reading else WriteNext):
+                results = list(call(keys, buffers, seconds))
             if not all(isinstance(each, PageResult) for each in results):
                 raise TypeError(f"{self._storage.name} answered what is no PageResult")
         except BaseException as error:  # a panic of a library in Rust is no Exception
@@ -157,7 +181,7 @@ class StorageThreads:
 
     def _source(self, operation: Operation, first: int) -> PageSource:
         """Where the pages are that come behind the first so many of its prompt."""
-        return source_behind(self._storage, operation.hashes[:first])
+        return source_behind(self._storage, operation.hashes, first, operation.order.engines or None)
 
     def _key(self, operation: Operation, page_hash: str) -> str:
         return self._key_of(page_hash, operation.order.extra_key)

@@ -7,12 +7,11 @@ content hashes with an identity (``keys``), so the bytes under a key never chang
 from __future__ import annotations
 
 import ctypes
-import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Annotated, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
@@ -150,13 +149,16 @@ class PageSource(Protocol):
 class FindsByPrompt(Protocol):
     """A StorageBackend that finds a page by all that lies before it in its prompt, as another engine's cache does."""
 
-    def behind(self, prefix: Sequence[str]) -> PageSource:
-        """Where pages are read that come behind those with these page hashes, from the prompt's first page on."""
+    def behind(self, hashes: Sequence[str], first: int, only: Collection[str] | None = None) -> PageSource:
+        """Where pages of the prompt with these page hashes are read that come behind its ``first`` leading ones.
+        ``only``: names or addresses of the engines to ask; None: all."""
 
 
-def source_behind(storage: StorageBackend, prefix: Sequence[str]) -> PageSource:
-    """Where pages are read and counted that come behind those with these hashes in their prompt."""
-    return storage.behind(prefix) if isinstance(storage, FindsByPrompt) else storage
+def source_behind(
+    storage: StorageBackend, hashes: Sequence[str], first: int, only: Collection[str] | None = None
+) -> PageSource:
+    """Where pages of a prompt are read and counted that come behind its ``first`` leading ones."""
+    return storage.behind(hashes, first, only) if isinstance(storage, FindsByPrompt) else storage
 
 
 @runtime_checkable
@@ -234,34 +236,6 @@ def scatter(data: bytes, page: PageBuffers) -> None:
         offset += nbytes
 
 
-C = TypeVar("C", bound=msgspec.Struct)
 Nbytes = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 Threads = Annotated[int, msgspec.Meta(ge=1, le=64)]
-
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
-_FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
-
-def read_settings(kind: type[C], mapping: Mapping[str, object]) -> C:
-    """``mapping`` as ``kind``; keys that end in ``_bytes`` also take "64MB" (of 1,024). Raises InvalidRequest."""
-    for key in mapping:
-        if key not in kind.__struct_fields__:
-            raise InvalidRequest.of("storage_config", key, f"one of the keys {', '.join(kind.__struct_fields__)}")
-    found = {key: _size(key, value) if key.endswith("_bytes") else value for key, value in mapping.items()}
-    try:
-        return msgspec.convert(found, kind)
-    except msgspec.ValidationError as error:
-        key = str(error).rpartition("$.")[2].rstrip("`")
-        wrong = key if key in mapping else "storage_config"
-        raise InvalidRequest.of(
-            wrong, mapping.get(key, "not given"), f"as docs/storage.md says ({str(error).partition(' - at')[0]})"
-        ) from None
-
-
-def _size(key: str, value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    if (found := _SIZE.fullmatch(value)) is None:
-        raise InvalidRequest.of(key, value, 'a number of bytes, or text as "64MB" or "1.5 GiB"')
-    return int(float(found[1]) * _FACTORS[found[2].lower()])

@@ -20,7 +20,7 @@ import numpy as np
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, TooManyRequests
 from kvgrpc.model import Tier
 from kvgrpc.observability.logging import RateLimited
-from kvgrpc.prefetch.model import Short, TierUse, WritePolicy
+from kvgrpc.prefetch.model import NotEnoughPages, TierUse, WritePolicy
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, PageState, as_pages
 from kvgrpc.prefetch.tree.prefix_tree import Node, PrefixTree
@@ -51,7 +51,7 @@ class StorageWriter(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class PinnedPrefix:
     """A cached prefix that stays until ``TieredCache.release``: ``device`` pages from the front, then ``host``
     pages. The rest is the cache's own account of its loads."""
 
@@ -93,7 +93,7 @@ class TieredCache:
         self._writer: StorageWriter | None = None
         self._tree = PrefixTree()
         # Device pages that a load brings, or brought a second time: their request's until it is released.
-        self._loads: dict[int, Held] = {}
+        self._loads: dict[int, PinnedPrefix] = {}
         self._lock = threading.RLock()
         self._lines = RateLimited(_log)
         self._counts = {name: 0 for name in ("device_hits", "host_hits", "misses", "evicted_device", "evicted_host")}
@@ -104,7 +104,7 @@ class TieredCache:
 
     # For the engine's scheduler.
 
-    def match(self, hashes: Sequence[str]) -> Held:
+    def match(self, hashes: Sequence[str]) -> PinnedPrefix:
         """The longest prefix on device and host, kept until ``release``; counts as a use."""
         with self._lock:
             found = self._tree.match(hashes)
@@ -113,9 +113,9 @@ class TieredCache:
             self._counts["host_hits"] += len(found.host)
             self._counts["misses"] += len(hashes) - found.pages
             self._write_through(found.nodes)
-            return Held(found.device, found.host, found.last)
+            return PinnedPrefix(found.device, found.host, found.last)
 
-    def release(self, held: Held) -> None:
+    def release(self, held: PinnedPrefix) -> None:
         """Its pages may be evicted again. Once for each ``match``: raises InvalidRequest."""
         with self._lock:
             _check_open(held)
@@ -123,23 +123,23 @@ class TieredCache:
             self._tree.unlock(held.node)
             self._free_loads(held)
 
-    def take_device(self, count: int) -> Pages | Short:
+    def take_device(self, count: int) -> Pages | NotEnoughPages:
         """So many device pages for the engine to compute into, RESERVED; evicts what is worth least, or nothing where
-        that would not be enough. ``Short`` may name fewer than lack where pins are in the way.
+        that would not be enough. Its ``missing`` is a lower bound where pins block eviction.
 
-        With ``WritePolicy.WRITE_BACK`` what goes is copied to the host first, and ``Short`` says to ask again when that
-        is done. The engine gives them back with ``insert`` or to ``copies.device.table``.
+        With ``WritePolicy.WRITE_BACK`` what goes is copied to the host first, and ``NotEnoughPages`` says to ask again
+        when that is done. The engine gives them back with ``insert`` or to ``copies.device.table``.
         """
         copies = self._copies()
         with self._lock:
             pages = copies.device.table.take(count)
-            if isinstance(pages, Short):
+            if isinstance(pages, NotEnoughPages):
                 victims = self._device_victims(pages.missing)
-                if isinstance(victims, Short):
+                if isinstance(victims, NotEnoughPages):
                     return victims
                 self._drop_from_device(victims)
                 pages = copies.device.table.take(count)
-            if not isinstance(pages, Short):
+            if not isinstance(pages, NotEnoughPages):
                 # Those of a load that failed are free before its ack comes here.
                 for page in self._loads.keys() & set(pages.tolist()):
                     del self._loads[page]
@@ -173,7 +173,7 @@ class TieredCache:
             if self.write_policy is WritePolicy.WRITE_THROUGH:
                 self._write_through(self._tree.match(hashes, touch=False).nodes, used=1)
 
-    def load(self, held: Held, *, priority: int = 0) -> Pages | Short:
+    def load(self, held: PinnedPrefix, *, priority: int = 0) -> Pages | NotEnoughPages:
         """Queues the host part of a match for the device; the device pages of all of it, those included that came there
         since the match. ``start_loading`` begins, its ack ends it. The pages stay until ``release``."""
         with self._lock:
@@ -181,7 +181,7 @@ class TieredCache:
             nodes = _last_nodes(held.node, len(held.host))
             host = as_pages([page for node in nodes if node.device is None for page in node.host or ()])
             device = self.take_device(len(host))
-            if isinstance(device, Short):
+            if isinstance(device, NotEnoughPages):
                 return device
             if len(host):
                 self._begin_load(held, host, device, priority)
@@ -303,18 +303,18 @@ class TieredCache:
 
     # Keeper of the controller.
 
-    def reserve(self, count: int, behind: Sequence[str]) -> Pages | Short:
+    def reserve(self, count: int, behind: Sequence[str]) -> Pages | NotEnoughPages:
         """Host pages, at the cost of what is worth least, but of nothing that they stand behind, and of nothing at all
-        where that would not be enough. ``Short`` may name fewer than lack where pins or readers are in the way."""
+        where that would not be enough. Its ``missing`` is a lower bound where pins or readers block eviction."""
         with self._lock:
             pages = self.host.table.take(count)
-            if isinstance(pages, Short):
+            if isinstance(pages, NotEnoughPages):
                 kept = self._tree.lock_prefix(behind)
                 try:
                     victims = self._host_victims(pages.missing)
                 finally:
                     self._tree.unlock(kept)
-                if isinstance(victims, Short):
+                if isinstance(victims, NotEnoughPages):
                     return victims
                 for node in victims:
                     self._drop_host(node)
@@ -407,7 +407,7 @@ class TieredCache:
 
     def _loaded(self, ack: CopyAck) -> None:
         held = ack.node
-        assert isinstance(held, Held)
+        assert isinstance(held, PinnedPrefix)
         held.loading -= 1
         pages = ack.device_pages
         # Nodes may have been split, so the chain is read anew; it is locked, so it is there.
@@ -428,7 +428,7 @@ class TieredCache:
         if held.released:
             self._free_loads(held)
 
-    def _begin_load(self, held: Held, host: Pages, device: Pages, priority: int) -> None:
+    def _begin_load(self, held: PinnedPrefix, host: Pages, device: Pages, priority: int) -> None:
         copies = self._copies()
         self._tree.lock(held.node)
         held.loading += 1
@@ -443,13 +443,13 @@ class TieredCache:
             copies.device.table.release(device)
             raise
 
-    def _forget_loads(self, held: Held, pages: Pages) -> None:
+    def _forget_loads(self, held: PinnedPrefix, pages: Pages) -> None:
         for page in pages.tolist():
             if self._loads.get(page) is held:
                 del self._loads[page]
             held.loaded.discard(page)
 
-    def _free_loads(self, held: Held) -> None:
+    def _free_loads(self, held: PinnedPrefix) -> None:
         """Gives back what a request loaded although another had brought it, once nothing of it moves."""
         if not held.loading:
             doubles = as_pages([page for page in held.loaded if self._loads.get(page) is held])
@@ -490,7 +490,7 @@ class TieredCache:
         # Before there is room: that does not come from what lies before it. The ack unlocks it.
         self._tree.lock(node)
         room = self.reserve(len(node), ())
-        if isinstance(room, Short):
+        if isinstance(room, NotEnoughPages):
             self._tree.unlock(node)
             return False
         self._tree.set_host(node, room.tolist(), writing=True)
@@ -506,11 +506,11 @@ class TieredCache:
             return False
         return True
 
-    def _device_victims(self, count: int) -> list[Node] | Short:
+    def _device_victims(self, count: int) -> list[Node] | NotEnoughPages:
         """Nodes of so many pages. Where they are certainly fewer, that is said without a look at them."""
         now = time.monotonic()
         lacking = count - self._tree.most_victims(now, device=True)
-        return Short(lacking) if lacking > 0 else _enough(self._tree.device_victims(count, now), count)
+        return NotEnoughPages(lacking) if lacking > 0 else _enough(self._tree.device_victims(count, now), count)
 
     def _drop_from_device(self, victims: Sequence[Node]) -> int:
         """How many pages that frees; what a write back copies first goes the next time."""
@@ -534,10 +534,14 @@ class TieredCache:
         self._tell(Tier.DEVICE, "removed", hashes, before)
         return len(pages)
 
-    def _host_victims(self, count: int) -> list[Node] | Short:
+    def _host_victims(self, count: int) -> list[Node] | NotEnoughPages:
         now = time.monotonic()
         lacking = count - min(self._tree.most_victims(now, device=False), self.host.table.unread_count())
-        return Short(lacking) if lacking > 0 else _enough(self._tree.host_victims(count, now, self._unread), count)
+        return (
+            NotEnoughPages(lacking)
+            if lacking > 0
+            else _enough(self._tree.host_victims(count, now, self._unread), count)
+        )
 
     def _unread(self, node: Node) -> bool:
         pages = as_pages(node.host or [])
@@ -571,7 +575,7 @@ class TieredCache:
         return self.copies
 
 
-def _check_open(held: Held) -> None:
+def _check_open(held: PinnedPrefix) -> None:
     if held.released:
         raise InvalidRequest.of("held", "one that was released", "a match that is not over")
 
@@ -586,9 +590,9 @@ def _last_nodes(node: Node | None, pages: int) -> list[Node]:
     return nodes[::-1]
 
 
-def _enough(victims: list[Node], count: int) -> list[Node] | Short:
+def _enough(victims: list[Node], count: int) -> list[Node] | NotEnoughPages:
     lacking = count - sum(map(len, victims))
-    return Short(lacking) if lacking > 0 else victims
+    return NotEnoughPages(lacking) if lacking > 0 else victims
 
 
 def _filled_in(nodes: Sequence[Node], device: Pages) -> Pages:
@@ -608,4 +612,4 @@ def _before(node: Node) -> str:
     return parent.hashes[-1] if parent is not None and parent.hashes else ""
 
 
-__all__ = ["CacheListener", "Held", "TieredCache"]
+__all__ = ["CacheListener", "PinnedPrefix", "TieredCache"]

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from kvgrpc.prefetch.model import Short
+from kvgrpc.prefetch.model import NotEnoughPages
 from kvgrpc.prefetch.pools.pages import Pages, PageTable
 
 
@@ -22,7 +22,7 @@ class Keeper(Protocol):
     def leading(self, hashes: Sequence[str]) -> int:
         """How many pages from the first on need not come, because host or device has them."""
 
-    def reserve(self, count: int, behind: Sequence[str]) -> Pages | Short:
+    def reserve(self, count: int, behind: Sequence[str]) -> Pages | NotEnoughPages:
         """So many RESERVED host pages, for what comes behind the pages of ``behind``: room is not made by evicting any
         of those, without which nobody would find what comes."""
 
@@ -88,9 +88,9 @@ class CompletionQueue:
         with self._lock:
             return 0, max((_common(landed, hashes) for landed in self._waiting.values()), default=0)
 
-    def reserve(self, count: int, behind: Sequence[str]) -> Pages | Short:
+    def reserve(self, count: int, behind: Sequence[str]) -> Pages | NotEnoughPages:
         pages = self._table.take(count)
-        while isinstance(pages, Short) and self._give_up_oldest():
+        while isinstance(pages, NotEnoughPages) and self._give_up_oldest():
             pages = self._table.take(count)
         return pages
 

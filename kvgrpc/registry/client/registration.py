@@ -92,6 +92,16 @@ class Registration:
         return self._state
 
     @property
+    def away_seconds(self) -> float:
+        """For how long it has been retrying; 0 in every other state. On its loop."""
+        return asyncio.get_running_loop().time() - self._away_since if self._state == "retrying" else 0.0
+
+    @property
+    def last_error(self) -> str:
+        """Why a call failed last; empty while none has."""
+        return "" if self._last_error is None else str(self._last_error)
+
+    @property
     def healthy(self) -> bool:
         """True while it looks after the rows; a registry that is away does not change that, being superseded does."""
         return self._task is not None and not self._task.done() and self._state in ("registered", "retrying")

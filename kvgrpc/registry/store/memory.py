@@ -9,7 +9,6 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kvgrpc.errors import TooManyRequests
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.observability import metrics
 from kvgrpc.observability.logging import RateLimited
@@ -17,10 +16,11 @@ from kvgrpc.registry.acceptance import MAX_ENGINES, MAX_ROWS, Acceptance
 from kvgrpc.registry.clock import TICK_SECONDS, RunningClock
 from kvgrpc.registry.engine import LeasedRow
 from kvgrpc.registry.model import DEFAULT_TTL, Lease, RankRow
+from kvgrpc.registry.owners import Owners
 from kvgrpc.registry.store.base import OnChange
 from kvgrpc.registry.table import EngineTable
 from kvgrpc.rpc.loop import background
-from kvgrpc.rpc.shares import Shares, TakenShare
+from kvgrpc.rpc.shares import Account
 
 _log = logging.getLogger(__name__)
 
@@ -55,11 +55,7 @@ class MemoryRegistry:
         self._fences: OrderedDict[RankId, int] = OrderedDict()
         self._max_fences = max_rows
         self._ran_out: list[RankRef] = []
-        # Who registered them: of rows and engines each caller, and each of its hosts, leaves as many to others.
-        self._row_shares = Shares(max_rows, "rows", connections=False)
-        self._engine_shares = Shares(max_engines, "engines", connections=False)
-        self._row_owners: dict[int, TakenShare] = {}
-        self._engine_owners: dict[str, TakenShare] = {}
+        self._owners = Owners(self._table, max_rows, max_engines)
         self._acceptance = Acceptance(
             self._table,
             lambda rank: self._fences.get(rank, 0),
@@ -88,9 +84,9 @@ class MemoryRegistry:
         """See ``Store.register``."""
         self.expire()
         self._acceptance.check(rows)
-        owner = self._take_places(rows)
-        self._remove_replaced(rows)
-        return tuple(self._take(row, owner) for row in rows)
+        with self._owners.room_for(rows) as accounts:
+            self._remove_replaced(rows)
+            return tuple(self._take(row, accounts) for row in rows)
 
     def keep_alive(self, lease_ids: Iterable[int]) -> list[int]:
         """See ``Store.keep_alive``."""
@@ -134,35 +130,19 @@ class MemoryRegistry:
         ran_out, self._ran_out = self._ran_out, []
         return ran_out
 
-    def _take_places(self, rows: Sequence[RankRow]) -> tuple[TakenShare, TakenShare]:
-        """For the rows and engines that are not there yet, or are another incarnation's. Raises TooManyRequests."""
-        held = [(row, self._table.leased(row.ref.rank)) for row in rows]
-        replaced = [leased for row, leased in held if leased is not None and leased.row.ref.epoch < row.ref.epoch]
-        new = sum(leased is None for _, leased in held) + len(replaced)
-        names = {row.ref.rank.engine for row in rows}
-        engines = self._engine_shares.take(sum(self._table.engine(name) is None for name in names))
-        try:
-            gone = [self._row_owners[leased.lease_id] for leased in replaced]
-            return self._row_shares.take_instead(gone, new), engines
-        except TooManyRequests:
-            self._engine_shares.give_back(engines)
-            raise
-
     def _remove_replaced(self, rows: Sequence[RankRow]) -> None:
         for row in rows:
             leased = self._table.leased(row.ref.rank)
             if leased is not None and leased.row.ref.epoch < row.ref.epoch:
-                del self._row_owners[leased.lease_id]  # its place went back already
-                self._drop(leased)
+                self._remove(leased)
 
-    def _take(self, row: RankRow, owner: tuple[TakenShare, TakenShare]) -> Lease:
+    def _take(self, row: RankRow, accounts: tuple[Account, ...]) -> Lease:
         now = self._clock()
         leased = self._table.leased(row.ref.rank)
         if leased is None:
+            self._owners.add(row.ref.rank, accounts)
             leased = self._table.add(row, self._new_lease_id(), now + self.ttl)
             self._leases[leased.lease_id] = leased
-            self._row_owners[leased.lease_id] = owner[0]
-            self._engine_owners.setdefault(row.ref.rank.engine, owner[1])
             self._fences.pop(row.ref.rank, None)
         self._renew(leased, now)
         return Lease(row.ref, leased.lease_id)
@@ -176,13 +156,7 @@ class MemoryRegistry:
         self._leases.move_to_end(leased.lease_id)
 
     def _remove(self, leased: LeasedRow) -> None:
-        self._drop(leased)
-        self._row_shares.give_back(self._row_owners.pop(leased.lease_id), 1)
-        name = leased.row.ref.rank.engine
-        if self._table.engine(name) is None:
-            self._engine_shares.give_back(self._engine_owners.pop(name), 1)
-
-    def _drop(self, leased: LeasedRow) -> None:
+        self._owners.remove(leased.row.ref.rank)
         self._table.remove(leased)
         del self._leases[leased.lease_id]
         self._fence(leased.row.ref)

@@ -8,7 +8,7 @@ the servicer's own work. Each wraps the call, never a message: a frame of a sess
 """
 
 from kvgrpc.rpc.interceptors.admission import Admission, CallLimits
-from kvgrpc.rpc.interceptors.auth import ALLOWED
 from kvgrpc.rpc.interceptors.chain import interceptors_of
+from kvgrpc.rpc.methods import ALLOWED
 
 __all__ = ["ALLOWED", "Admission", "CallLimits", "interceptors_of"]

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvgrpc.errors import ServerDraining
+from kvgrpc.fields import Count
 from kvgrpc.rpc.callers import caller
 from kvgrpc.rpc.interceptors.call import Behaviour, Context, Method
+from kvgrpc.rpc.methods import HEALTH_CHECK, bound_of_one
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, SMALL_BYTES
 from kvgrpc.rpc.shares import Shares
 
 # A server that is full can still be looked at, and drained. Watching health is a stream like others.
-_NOT_COUNTED = ("/kvgrpc.v1.ServerService/", "/grpc.health.v1.Health/Check")
+_NOT_COUNTED = ("/kvgrpc.v1.ServerService/", HEALTH_CHECK)
 
 # Of requests above 64 KiB that are read or worked on: two of 4 MiB of one connection, eleven of one caller.
 MOST_BODY_BYTES = 96 * 1024 * 1024
@@ -23,43 +25,27 @@ MOST_BODY_BYTES = 96 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """How many calls run at once at one server, of all callers and of one (``Caller.name``); past it TooManyRequests.
+    """How many calls run at once at one server, of all callers and of one; past it TooManyRequests."""
 
-    Attributes:
-        unary: of all callers; one may have as many as it leaves to others, so half where it is alone (``Shares``).
-        streams: of all callers; shared in the same way.
-        watches_per_caller: of EventService.Watch, of RegistryService.WatchEngines, and of
-            PrefetchService.WatchOperations.
-        health_watches_per_caller: of Health/Watch.
-        reflections_per_caller: streams of server reflection.
-        locates_per_caller: LocateRooms that wait.
-        keepalives_per_caller: of RegistryService.KeepAlive, one for each process.
-    """
-
-    unary: int = 4_096
-    streams: int = 16_384
-    watches_per_caller: int = 64
-    health_watches_per_caller: int = 16
-    reflections_per_caller: int = 16
-    locates_per_caller: int = 1_024
-    keepalives_per_caller: int = 1_024
+    unary: Count = 4_096
+    """Of all callers; one may have as many as it leaves to others, so half where it is alone (``Shares``)."""
+    streams: Count = 16_384
+    """Of all callers; shared in the same way."""
+    watches_per_caller: Count = 64
+    """Of EventService.Watch, of RegistryService.WatchEngines, and of PrefetchService.WatchOperations."""
+    health_watches_per_caller: Count = 16
+    """Of Health/Watch."""
+    reflections_per_caller: Count = 16
+    """Streams of server reflection."""
+    locates_per_caller: Count = 1_024
+    """LocateRooms that wait."""
+    keepalives_per_caller: Count = 1_024
+    """Of RegistryService.KeepAlive, one for each process."""
 
     def per_caller(self, path: str) -> tuple[int, str, str] | None:
         """The bound of a method for one caller, what it bounds, and its name here; None: only that of all holds."""
-        if path.startswith("/grpc.reflection."):
-            return self.reflections_per_caller, "reflection streams", "reflections_per_caller"
-        name = _PER_CALLER.get(path)
-        return None if name is None else (getattr(self, name), path.rpartition("/")[2], name)
-
-
-_PER_CALLER = {
-    "/kvgrpc.v1.EventService/Watch": "watches_per_caller",
-    "/kvgrpc.v1.RegistryService/WatchEngines": "watches_per_caller",
-    "/kvgrpc.v1.PrefetchService/WatchOperations": "watches_per_caller",
-    "/grpc.health.v1.Health/Watch": "health_watches_per_caller",
-    "/kvgrpc.v1.TransferService/LocateRooms": "locates_per_caller",
-    "/kvgrpc.v1.RegistryService/KeepAlive": "keepalives_per_caller",
-}
+        found = bound_of_one(path)
+        return None if found is None else (getattr(self, found[0]), found[1], found[0])
 
 
 class Admission:

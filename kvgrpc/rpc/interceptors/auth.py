@@ -1,4 +1,4 @@
-"""Who may call what. The table repeats the "Roles:" lines of the protos; a test compares them."""
+"""Lets a call pass whose caller may make it (``kvgrpc.rpc.methods``)."""
 
 from __future__ import annotations
 
@@ -19,51 +19,8 @@ from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.rpc.audience import Audiences
 from kvgrpc.rpc.callers import CALLER, Caller, caller
 from kvgrpc.rpc.interceptors.call import Behaviour, Context, Layer, Method
+from kvgrpc.rpc.methods import HEALTH_CHECK, roles_of
 from kvgrpc.rpc.security import AUTHORIZATION, CallerRole, ServerSecurity, TokenTable
-
-RANK, CONSUMER, OPERATOR = CallerRole.RANK, CallerRole.CONSUMER, CallerRole.OPERATOR
-EVERYBODY = frozenset(CallerRole)
-
-ALLOWED: dict[str, frozenset[CallerRole]] = {
-    "/kvgrpc.v1.RegistryService/Register": frozenset({RANK}),
-    "/kvgrpc.v1.RegistryService/KeepAlive": frozenset({RANK}),
-    "/kvgrpc.v1.RegistryService/Deregister": frozenset({RANK, OPERATOR}),
-    "/kvgrpc.v1.RegistryService/GetEngine": EVERYBODY,
-    "/kvgrpc.v1.RegistryService/ListEngines": EVERYBODY,
-    "/kvgrpc.v1.RegistryService/ResolveRanks": frozenset({RANK, OPERATOR}),
-    "/kvgrpc.v1.RegistryService/WatchEngines": EVERYBODY,
-    "/kvgrpc.v1.TransferService/Session": frozenset({RANK}),
-    "/kvgrpc.v1.TransferService/ListSessions": frozenset({RANK, OPERATOR}),
-    "/kvgrpc.v1.TransferService/ListRooms": frozenset({RANK, OPERATOR}),
-    "/kvgrpc.v1.TransferService/GetRoom": frozenset({RANK, OPERATOR}),
-    "/kvgrpc.v1.TransferService/LocateRooms": frozenset({RANK, OPERATOR}),
-    "/kvgrpc.v1.TransferService/CancelRoom": frozenset({OPERATOR}),
-    "/kvgrpc.v1.TransferService/GetRank": frozenset({RANK, OPERATOR}),
-    "/kvgrpc.v1.TransferService/GetTopology": frozenset({RANK, OPERATOR}),
-    "/kvgrpc.v1.EventService/ListStreams": EVERYBODY,
-    "/kvgrpc.v1.EventService/Watch": EVERYBODY,
-    "/kvgrpc.v1.IndexService/Score": EVERYBODY,
-    "/kvgrpc.v1.IndexService/ListSources": EVERYBODY,
-    "/kvgrpc.v1.PrefetchService/Lookup": EVERYBODY,
-    "/kvgrpc.v1.PrefetchService/StartPrefetch": frozenset({RANK, OPERATOR}),
-    "/kvgrpc.v1.PrefetchService/WatchOperations": EVERYBODY,
-    "/kvgrpc.v1.PrefetchService/TerminatePrefetch": frozenset({RANK, OPERATOR}),
-    "/kvgrpc.v1.PrefetchService/StartBackup": frozenset({RANK, OPERATOR}),
-    "/kvgrpc.v1.PrefetchService/ListOperations": EVERYBODY,
-    "/kvgrpc.v1.PrefetchService/GetCacheInfo": EVERYBODY,
-    "/kvgrpc.v1.PrefetchService/PurgePages": frozenset({OPERATOR}),
-    "/kvgrpc.v1.PrefetchService/PinPages": frozenset({RANK, OPERATOR}),
-    "/kvgrpc.v1.PrefetchService/JoinAgreement": frozenset({RANK}),
-    "/kvgrpc.v1.PullService/CountPages": frozenset({RANK}),
-    "/kvgrpc.v1.PullService/LendPages": frozenset({RANK}),
-    "/kvgrpc.v1.PullService/ListPulls": frozenset({RANK, OPERATOR}),
-    "/kvgrpc.v1.ServerService/GetServerInfo": EVERYBODY,
-    "/kvgrpc.v1.ServerService/Drain": frozenset({OPERATOR}),
-}
-HEALTH_CHECK = "/grpc.health.v1.Health/Check"
-# For every authenticated caller.
-_OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
-
 
 _REFUSALS = (CredentialsInvalid, WrongAudience, CredentialsExpired, PermissionDenied, IdentityMismatch)
 
@@ -78,7 +35,7 @@ def auth(security: ServerSecurity, refused: RateLimited, audiences: Audiences) -
     def layer(method: Method, inner: Behaviour) -> Behaviour:
         if not security.authenticates or (method.path == HEALTH_CHECK and security.health_without_token):
             return _named(inner)
-        allowed = EVERYBODY if method.path.startswith(_OPEN) else ALLOWED.get(method.path, frozenset())
+        allowed = roles_of(method.path)
 
         async def call(request: Any, context: Context) -> Any:
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -21,7 +21,7 @@ from kvgrpc.rpc.interceptors.call import Behaviour, Context, Layer, Method
 from kvgrpc.rpc.interceptors.deadline import deadline
 from kvgrpc.rpc.interceptors.errors import errors
 from kvgrpc.rpc.interceptors.telemetry import telemetry
-from kvgrpc.rpc.options import largest_request
+from kvgrpc.rpc.methods import largest_request
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.turns import LARGE_BYTES, Turns
 
@@ -77,8 +77,10 @@ class _Interceptor(grpc.aio.ServerInterceptor):
             # Served as if requests were a stream, so that the layers come before the request is read: whoever may not
             # call, or has its share already, sends no body. And decoded here: the library answers what it cannot decode
             # with a status that is not ours and a stack trace in the log for each.
-            inner, deserializer = partial(_read, inner, deserializer or bytes, largest_request(path), self._body), None
-        made: Handler = make(self._layered(inner, Method(path, streams)), deserializer, handler.response_serializer)
+            inner = partial(_read, inner, deserializer or bytes, largest_request(path), self._body)
+        else:
+            inner = partial(_read_each, inner, deserializer or bytes)
+        made: Handler = make(self._layered(inner, Method(path, streams)), None, handler.response_serializer)
         return made
 
     def _layered(self, behaviour: Behaviour, method: Method) -> Any:
@@ -133,8 +135,39 @@ async def _read(
             text = f"a request of {len(request)} bytes, at most {limit} are allowed"
             raise FrameTooLarge(text, metadata={"limit": limit, "value": len(request)})
         shrink(len(request))
-        if len(request) > LARGE_BYTES:
-            await Turns.of_this_loop().take()
-        decoded = deserializer(request)
+        decoded = await _decoded(request, deserializer)
         del request
         return await behaviour(decoded, context)
+
+
+async def _read_each(
+    behaviour: Behaviour, deserializer: Callable[[bytes], Any], requests: Any, context: Context
+) -> Any:
+    """A stream of requests, each decoded as the one of a call is."""
+
+    async def decoded() -> AsyncIterator[Any]:
+        async for request in requests:
+            yield await _decoded(request, deserializer)
+
+    return await behaviour(decoded(), cast(Context, _Decoding(context, deserializer)))
+
+
+class _Decoding:
+    """A call's context, whose ``read`` gives messages of a library that was told to decode none."""
+
+    def __init__(self, context: Context, deserializer: Callable[[bytes], Any]) -> None:
+        self._context = context
+        self._deserializer = deserializer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def read(self) -> Any:
+        request: Any = await self._context.read()
+        return request if request is grpc.aio.EOF else await _decoded(request, self._deserializer)
+
+
+async def _decoded(request: bytes, deserializer: Callable[[bytes], Any]) -> Any:
+    if len(request) > LARGE_BYTES:
+        await Turns.of_this_loop().take()
+    return deserializer(request)

@@ -62,7 +62,7 @@ class Owed:
 
 
 def topology(prefill: EngineShape, decode: EngineShape) -> list[Owed]:
-    """What the ranks of one prefill replica owe those of one decode replica, ordered by prefill and decode.
+    """Returns what the ranks of one prefill replica owe those of one decode replica, ordered by prefill and decode.
 
     Raises ParallelLayoutMismatch, and InvalidRequest for engines with too many ranks.
     """

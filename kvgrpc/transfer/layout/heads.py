@@ -31,7 +31,7 @@ def head_axis(pool: Pool) -> HeadAxis | None:
 
 
 def sliceable(source: Pool, destination: Pool) -> bool:
-    """Whether both keep their heads alike, so that a range of them is the same runs of bytes on both sides."""
+    """True if both keep their heads alike, so that a range of them is the same runs of bytes on both sides."""
     return source.axes == destination.axes and head_axis(source) is not None and head_axis(destination) is not None
 
 
@@ -71,7 +71,7 @@ def _runs(pool: Pool, first: int, last: int) -> list[Region]:
         raise ValueError(f"pool {pool.name!r} does not say where its heads {first} to {last - 1} lie")
     start, count = first - pool.head_start, last - first
     return [
-        replace(region, address=region.address + repeat * size + start * size // pool.head_count, page_bytes=nbytes)
+        region._replace(address=region.address + repeat * size + start * size // pool.head_count, page_bytes=nbytes)
         for region in pool.regions
         for size in [region.page_bytes // axis.repeats]
         for nbytes in [count * size // pool.head_count]

@@ -34,7 +34,7 @@ def copy_of(pages: npt.ArrayLike | Mapping[str, npt.ArrayLike], names: Sequence[
 
 
 def count_of(copied: CopiedPages) -> int:
-    """How many pages of the first pool."""
+    """Returns how many pages of the first pool."""
     first = copied[0]
     return len(first) // _INT32.itemsize if type(first) is bytes else len(first)
 

@@ -113,12 +113,12 @@ def check_layers(decode: Sequence[Pool], stages: Sequence[tuple[int, int] | None
 
 
 def decode_ranks_of(prefill: Layout, decode: Layout) -> int:
-    """How many ranks of one decode replica name a room to one prefill rank."""
+    """Returns how many ranks of one decode replica name a room to one prefill rank."""
     return max(decode.tp // prefill.tp, 1) * max(decode.pp // prefill.pp, 1)
 
 
 def place_of(decode: RankId, prefill: Layout, decode_layout: Layout) -> int:
-    """Which of the decode ranks that name a room to one prefill rank this one is, from 0."""
+    """Returns which of the decode ranks that name a room to one prefill rank this one is, from 0."""
     shares = max(decode_layout.tp // prefill.tp, 1)
     return decode.pp % max(decode_layout.pp // prefill.pp, 1) * shares + decode.tp % shares
 
@@ -154,7 +154,8 @@ def wanted_part(
 
 
 def owed_part(prefill: Shape, decode: Shape) -> Part:
-    """What ``prefill`` owes ``decode``. Raises ParallelLayoutMismatch naming every field in which they differ."""
+    """Returns what ``prefill`` owes ``decode``. Raises ParallelLayoutMismatch naming every field in which they
+    differ."""
     differences = _layout_differences(prefill, decode)
     same_tp = prefill.layout.tp == decode.layout.tp
     if not same_tp:

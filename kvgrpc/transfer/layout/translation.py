@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 from kvgrpc.model import Pool, Region
@@ -27,7 +26,7 @@ class _Part(NamedTuple):
 
 
 def translates(source: Pool, destination: Pool) -> bool:
-    """Whether both pools say enough of their axes, and hold the same layers with heads of the same size."""
+    """True if both pools say enough of their axes, and hold the same layers with heads of the same size."""
     ours, theirs = _parts(source), _parts(destination)
     return bool(ours) and {key: part.dim_bytes for key, part in ours.items()} == {
         key: part.dim_bytes for key, part in theirs.items()
@@ -57,7 +56,7 @@ def translated(source: Pool, destination: Pool) -> tuple[list[Region], list[Regi
 
 
 def _piece(region: Region, offset: int, nbytes: int) -> Region:
-    return replace(region, address=region.address + offset, page_bytes=nbytes)
+    return region._replace(address=region.address + offset, page_bytes=nbytes)
 
 
 def _parts(pool: Pool) -> Mapping[tuple[int, str], _Part]:

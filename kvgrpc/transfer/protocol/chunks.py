@@ -118,6 +118,13 @@ class Chunks(msgspec.Struct, eq=False, gc=False):
                 placed.append(wanted)
         return placed
 
+    def first_wanted(self, destination: Destination) -> int | None:
+        """Returns which page of the prompt decode's first one is. None: decode has a prefix, and what is sent does not
+        show how long it is; what decode says of it is not to be believed where other rooms depend on it.
+        """
+        shift = self._shift(destination)
+        return None if destination.first_page and not shift else shift
+
     @property
     def _from_the_end(self) -> bool:
         """Pages of other pools go to decode's last ones first: how many there are is known with the last chunk."""
@@ -150,7 +157,7 @@ class Chunks(msgspec.Struct, eq=False, gc=False):
         return pages, destination.slice(start, start + len(pages))
 
     def misfit(self, key: RoomKey, destination: Destination) -> KvGrpcError | None:
-        """What is wrong with the pages of the other pools, each of which must get as many as decode wants.
+        """Returns what is wrong with the pages of the other pools, each of which must get as many as decode wants.
 
         With ``Align.TAIL`` more may be sent: decode gets the last ones.
         """
@@ -168,7 +175,7 @@ class Chunks(msgspec.Struct, eq=False, gc=False):
         return None
 
     def missing(self, key: RoomKey, destination: Destination) -> KvGrpcError | None:
-        """What decode wants and the sender will not send any more, because its last chunk was seen."""
+        """Returns what decode wants and the sender will not send any more, because its last chunk was seen."""
         if not self.last_seen:
             return None
         shift, wanted = self._shift(destination), destination.count
@@ -183,7 +190,7 @@ class Chunks(msgspec.Struct, eq=False, gc=False):
         self._waiting = None
 
     def _shift(self, destination: Destination) -> int | None:
-        """Which of our positions decode's first page is; None: not known yet, the total is open.
+        """Returns which of our positions decode's first page is; None: not known yet, the total is open.
 
         Whoever sends more than decode wants, and decode has a prefix, sends the whole prompt.
         """

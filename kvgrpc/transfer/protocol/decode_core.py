@@ -17,6 +17,7 @@ from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.decode_held import HeldPages
 from kvgrpc.transfer.protocol.decode_pair import DecodePair, Stream
 from kvgrpc.transfer.protocol.decode_room import DecodePart, DecodeRoom
+from kvgrpc.transfer.protocol.page_check import WrittenPages
 from kvgrpc.transfer.protocol.pending_rooms import PendingRooms, take_keys
 from kvgrpc.transfer.protocol.silence import SilentPair, note_silence
 from kvgrpc.transfer.protocol.timers import Deadlines
@@ -74,6 +75,7 @@ class DecodeCore:
 
     ``connections(pair)`` names the data connections of that peer to us (8, pages by evidence); ``deliver_aux(room)``
     copies ``room.aux`` into the engine's buffers before SUCCESS is told, and returns why it cannot (14, aux).
+    ``written``: where given, no page may be in two rooms (16, page check).
     """
 
     held_pages_class = HeldPages
@@ -86,6 +88,7 @@ class DecodeCore:
         bounds: Bounds | None = None,
         connections: Callable[[DecodePair], frozenset[str] | None] = lambda pair: frozenset(),
         deliver_aux: Callable[[DecodeRoom], Failure | None] = lambda room: None,
+        written: WrittenPages | None = None,
     ) -> None:
         self.me = me
         self.timing = timing or Timing()
@@ -97,6 +100,7 @@ class DecodeCore:
         self.pairs: dict[RankRef, DecodePair] = {}
         self.ignored_entries = 0
         self._deliver_aux = deliver_aux
+        self._written = written
         self._held = self.held_pages_class(self.timing.settle, connections)
         self._due: Deadlines[DecodeRoom] = Deadlines()
         self._streams = 0
@@ -166,6 +170,10 @@ class DecodeCore:
         can write to them any more (8, pages by evidence)."""
         if room.ended or room.destination is not None:
             return
+        error = None if self._written is None else self._written.take(room.key, destination)
+        if error is not None:
+            self._end(room, self._failure(error))
+            return
         room.destination = destination
         room.aux_index = aux_index
         self._due.set(room, self.now + self.timing.room_deadline)
@@ -183,7 +191,7 @@ class DecodeCore:
 
     @property
     def refuses_all(self) -> bool:
-        """Whether all new rooms are refused: two peers or more hold too many pages. If only one does, only rooms with
+        """True if all new rooms are refused: two peers or more hold too many pages. If only one does, only rooms with
         that peer are refused (8, pages by evidence)."""
         past = self.bounds.held_pages + 1
         return self._held.counted(past) >= 2 * past
@@ -369,7 +377,7 @@ class DecodeCore:
         elif len(entry.aux) > self.bounds.aux_bytes:
             error = failures.too_much_aux(part.pair.ref, len(entry.aux), self.bounds.aux_bytes)
             self._end(room, self._failure(error))
-        else:
+        elif not room.compared:  # what was said first is compared: a second word changes nothing of it
             if entry.aux:
                 room.aux = entry.aux
             part.checksums = entry.checksums
@@ -393,6 +401,8 @@ class DecodeCore:
         else:
             self._due.clear(room)
             self.open_rooms -= 1
+            if self._written is not None:
+                self._written.give_back(room.key)
             room.succeed()
             self._work.ended.append(room)
 
@@ -428,6 +438,8 @@ class DecodeCore:
     def _look(self, room: DecodeRoom) -> None:
         """Gives the room's pages back if there is evidence."""
         if room.key in self._held and self._held.look(room, self.now):
+            if self._written is not None:
+                self._written.give_back(room.key)
             room.handle.release()
             self._drop_if_over(room)
 

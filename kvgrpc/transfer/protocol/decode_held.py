@@ -13,7 +13,8 @@ from kvgrpc.transfer.protocol.types import (
     RoomKey,
 )
 
-# To ask reads all sockets of the host: after each time it waits twice as long, at most so many ticks.
+# To ask reads all sockets of the host: the pause grows with the time since the proof, up to so many ticks. In powers of
+# two, so that many pairs are asked about at once; a third of that time, because an answer is taken one pause later.
 _LONGEST_PAUSE = 32
 
 
@@ -45,7 +46,7 @@ class HeldPages:
         """The writer was proven dead. What its kernel still holds may arrive while its connections exist."""
         pair.dead_at = now
         pair.connections = self._connections(pair)
-        pair.next_ask_at, pair.ask_pause = now, 0
+        pair.next_ask_at = now
 
     def look(self, room: DecodeRoom, now: int) -> bool:
         """True when every part gave evidence: the pages are held no more. Else notes when to look again."""
@@ -65,7 +66,7 @@ class HeldPages:
         return True
 
     def counted(self, at_most: int) -> int:
-        """How many pages are held, counting at most ``at_most`` for each writer."""
+        """Returns how many pages are held, counting at most ``at_most`` for each writer."""
         return sum(min(pages, at_most) for pages in self.of_pair.values())
 
     def due(self, now: int) -> list[DecodeRoom]:
@@ -107,9 +108,14 @@ class HeldPages:
         """Asked ever less often, however many rooms wait for them to close, and about many pairs in the same ticks."""
         if now >= pair.next_ask_at:
             pair.open_connections = self._connections(pair)
-            pair.ask_pause = min(pair.ask_pause * 2 or 1, _LONGEST_PAUSE)
-            pair.next_ask_at = now - now % pair.ask_pause + pair.ask_pause
+            pause = _pause(now - (pair.dead_at or 0))
+            pair.next_ask_at = now - now % pause + pause
         return pair.open_connections
+
+
+def _pause(since_proof: int) -> int:
+    third = max(1, since_proof // 3)
+    return min(1 << third.bit_length() - 1, _LONGEST_PAUSE)
 
 
 def _next_ask_at(part: DecodePart) -> int:

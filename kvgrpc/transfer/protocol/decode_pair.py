@@ -36,7 +36,6 @@ class DecodePair:
 
     __slots__ = (
         "address",
-        "ask_pause",
         "backoff",
         "broken_at",
         "connected_at",
@@ -82,7 +81,7 @@ class DecodePair:
         self.idle_timeout = 0
         self.connections: frozenset[str] | None = frozenset()
         self.open_connections: frozenset[str] | None = frozenset()
-        self.next_ask_at = self.ask_pause = 0
+        self.next_ask_at = 0
         self.pending_rooms: dict[RoomKey, None] = {}
         self.rooms: set[RoomKey] = set()
         self.refusals: dict[RoomKey, Failure] = {}
@@ -171,7 +170,7 @@ class DecodePair:
         return now - self.dialled_at <= ticks
 
     def given_up(self, now: int, timing: Timing) -> str:
-        """How the pair was lost by now; empty: it was not (rule 3, break and loss)."""
+        """Returns how the pair was lost by now; empty: it was not (rule 3, break and loss)."""
         if self.up:
             silent = now - self.heard_at > self.idle_timeout
             return _SILENT.format(timing.milliseconds(self.idle_timeout)) if silent else ""

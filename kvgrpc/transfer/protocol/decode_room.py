@@ -7,6 +7,7 @@ from msgspec import Struct
 from kvgrpc.errors import Failure
 from kvgrpc.model import RankId
 from kvgrpc.transfer.protocol.decode_pair import DecodePair
+from kvgrpc.transfer.protocol.failures import for_peers
 from kvgrpc.transfer.protocol.types import (
     POLL_SUCCESS,
     POLL_TRANSFERRING,
@@ -74,12 +75,12 @@ class DecodePart(Struct, eq=False, gc=False):
 
     @property
     def settled(self) -> bool:
-        """Whether the part ended and its writer writes no more: only then may it be told FORGET (6, ending)."""
+        """True if the part ended and its writer writes no more: only then may it be told FORGET (6, ending)."""
         return self.state >= STATE_SUCCESS and (self.writes >= WRITES_STOPPED or not self.told_write)
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to tell: it was told FORGET, or there is nobody to tell and nothing depends on it."""
+        """True if nothing is left to tell: it was told FORGET, or there is nobody to tell and nothing depends on it."""
         pair = self.pair
         return self.forgot or pair.dead_at is not None or (pair.lost and (self.settled or not self.told_write))
 
@@ -165,13 +166,13 @@ class DecodeRoom(Struct, eq=False, gc=False):
         return {part.pair.ref.rank for part in self.parts}
 
     def entry(self, part: DecodePart, now: int, timing: Timing) -> DecodeEntry:
-        """What is to be told of one part now; notes that it was told."""
+        """Returns what is to be told of one part now; notes that it was told."""
         if part.settled:
             part.forgot = True
             return DecodeEntry(self.key, WANT_FORGET)
         if self.ended:
             part.told = True
-            return DecodeEntry(self.key, WANT_STOP, failure=self.failure)
+            return DecodeEntry(self.key, WANT_STOP, failure=for_peers(self.failure))
         part.told = True
         left = timing.milliseconds(self.deadline - now)
         if self.destination is None:

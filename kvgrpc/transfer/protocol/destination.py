@@ -53,7 +53,7 @@ class Destination(msgspec.Struct, eq=False, gc=False):
         return self.slice(0, self.count)
 
     def clearly_fits(self, pages: int) -> bool:
-        """Whether this is a short list that names pages below ``pages`` only, and each once. False: look closer, with
+        """True if this is a short list that names pages below ``pages`` only, and each once. False: look closer, with
         ``outside`` and ``twice``."""
         if self._pages is None or self.count > _FEW:
             return False
@@ -139,7 +139,7 @@ class Destination(msgspec.Struct, eq=False, gc=False):
 
 
 def _are_distinct(pages: U32Array) -> bool:
-    """Whether no page occurs twice; False too where sorting them is quicker."""
+    """True if no page occurs twice; False too where sorting them is quicker."""
     if len(pages) < _MANY or (places := largest_of(pages) + 1) > _SPREAD * len(pages):
         return False
     marked = np.zeros(places, np.bool_)

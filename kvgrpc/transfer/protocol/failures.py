@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvgrpc.errors import (
     Failure,
     InvalidRequest,
     KvGrpcError,
     PagesHeld,
+    PagesInUse,
     PeerLost,
     Reason,
     RoomCancelled,
@@ -64,6 +66,13 @@ def nobody_came(key: RoomKey, milliseconds: int) -> KvGrpcError:
     return RoomNotFound(text, metadata=_of(key))
 
 
+def nobody_named(key: RoomKey, lost: RankId, milliseconds: int) -> KvGrpcError:
+    """Its router sent it to a decode that is dead, it seems: others would have named it."""
+    where = f"room {key.room} attempt {key.attempt}"
+    text = f"decode {lost} was lost, and nobody named {where} within {milliseconds} ms: it was for that one, it seems"
+    return PeerLost(text, metadata={"peer": lost, "how": "nobody named the room after it was lost"})
+
+
 def out_of_time(key: RoomKey, state: str, milliseconds: int, where: str) -> KvGrpcError:
     text = f"room {key.room} attempt {key.attempt} was {state} for {milliseconds} ms at {where}"
     return RoomDeadline(text, metadata={**_of(key), "state": state, "limitMs": milliseconds})
@@ -106,6 +115,36 @@ def pages_held(held: int, limit: int, retry_after: float, peer: RankRef | None =
     what = "evidence that nobody writes to them any more" if peer is None else f"evidence that {peer} writes no more"
     text = f"{held} pages wait for {what}, the bound is {limit}"
     return PagesHeld(text, metadata={"held": held, "limit": limit}, retry_after=retry_after)
+
+
+def pages_written_twice(key: RoomKey, pool: str, page: int, position: int, owner: RoomKey) -> KvGrpcError:
+    """Decode's engine gave a page that another room has (rule 16, page check)."""
+    remedy = "a page is free again once its receiver succeeded or says release_safe"
+    return _in_use(key, pool, page, position, owner, "belongs to", remedy)
+
+
+def page_read_elsewhere(key: RoomKey, pool: str, page: int, position: int, owner: RoomKey, there: int) -> KvGrpcError:
+    """Prefill's engine sent a page that a room reads at the position ``there`` of another prompt, or of its own."""
+    remedy = "a page is free again once its sender succeeded or says release_safe"
+    return _in_use(key, pool, page, position, owner, f"is read at position {there} by", remedy)
+
+
+def _in_use(key: RoomKey, pool: str, page: int, position: int, owner: RoomKey, how: str, remedy: str) -> KvGrpcError:
+    other = f"room {owner.room} attempt {owner.attempt}"
+    text = (
+        f"page {page} of pool {pool!r}, given to room {key.room} attempt {key.attempt} at position {position}, {how} "
+    )
+    metadata = {**_of(key), "pool": pool, "page": page, "position": position, "owner": other}
+    return PagesInUse(f"{text}{other}: {remedy}", metadata=metadata)
+
+
+def for_peers(failure: Failure | None) -> Failure | None:
+    """As other ranks are told of it: no rank is told the rooms of others (rule 10, ownership)."""
+    if failure is None or failure.reason is not Reason.PAGES_IN_USE:
+        return failure
+    owner, another = failure.metadata.get("owner", ""), "another room"
+    message = failure.message.replace(f"{owner}: ", f"{another}: ")
+    return replace(failure, message=message, metadata={**failure.metadata, "owner": another})
 
 
 def draining(rank: RankRef) -> KvGrpcError:

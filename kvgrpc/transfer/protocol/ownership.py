@@ -29,7 +29,7 @@ class Ownership:
         pair.rooms.add(room.key)
 
     def may_name(self, engine: str, key: RoomKey) -> bool:
-        """Whether the room's sender left it open which engine's decode gets it, or named this one."""
+        """True if the room's sender left it open which engine's decode gets it, or named this one."""
         return self.named.get(key.at(0), engine) == engine
 
     def other_owner(self, pair: PrefillPair, key: RoomKey) -> PrefillPair | None:
@@ -46,8 +46,8 @@ class Ownership:
         return None
 
     def full(self, pair: PrefillPair) -> tuple[str, int, int] | None:
-        """Which bound keeps this decode from naming one more room without a local sender: its name, its limit, and how
-        many there are; None: no bound does (11, memory of the ended)."""
+        """Returns which bound keeps this decode from naming one more room without a local sender: its name, its limit,
+        and how many there are; None: no bound does (11, memory of the ended)."""
         bounds = self._bounds
         if pair.unclaimed >= bounds.unclaimed_per_session:
             return "unclaimed rooms of one session", bounds.unclaimed_per_session, pair.unclaimed

@@ -19,6 +19,7 @@ from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.chunks import Chunk
 from kvgrpc.transfer.protocol.fan_out import FanOut
 from kvgrpc.transfer.protocol.ownership import Ownership
+from kvgrpc.transfer.protocol.page_check import ReadPages
 from kvgrpc.transfer.protocol.pending_rooms import PendingRooms, take_keys
 from kvgrpc.transfer.protocol.prefill_memory import EndedRecords, StreamNumbers, UnknownWrites
 from kvgrpc.transfer.protocol.prefill_pair import PrefillPair
@@ -44,6 +45,7 @@ from kvgrpc.transfer.protocol.types import (
     Timing,
     Writes,
 )
+from kvgrpc.transfer.protocol.unnamed import Unnamed
 
 _UNKNOWN: Final = Outcome.FAILED_UNKNOWN  # reading it off its class costs more than the comparison
 __all__ = ["Chunk", "PrefillCore", "PrefillPair", "PrefillRoom", "PrefillWork", "Submission"]
@@ -77,10 +79,18 @@ class PrefillCore:
     """
 
     def __init__(
-        self, me: RankRef, *, timing: Timing | None = None, bounds: Bounds | None = None, data_plane: str = ""
+        self,
+        me: RankRef,
+        *,
+        timing: Timing | None = None,
+        bounds: Bounds | None = None,
+        data_plane: str = "",
+        read: ReadPages | None = None,
     ) -> None:
-        """``data_plane``: the name of the data plane, for the texts of failures."""
+        """``data_plane``: the name of the data plane, for the texts of failures. ``read``: where given, a page that a
+        room reads is another room's only at the same place of its prompt (16, page check)."""
         self.me = me
+        self._read = read
         self._data_plane = data_plane
         self.timing = timing or Timing()
         self.bounds = bounds or Bounds()
@@ -100,6 +110,7 @@ class PrefillCore:
         self._unknown = UnknownWrites(self.bounds.known_streams)
         self._numbers = StreamNumbers(self.bounds.known_streams)
         self._owners = Ownership(self.rooms, self.bounds)
+        self._unnamed = Unnamed(self.timing)
         self._last_refusal: tuple[tuple[int, str, int, int], Failure] | None = None
         self._last_answer: tuple[Failure, Writes] | None = None
 
@@ -125,6 +136,8 @@ class PrefillCore:
             room = self._make(key)
         if decode:
             self._owners.named[key] = decode
+        if room.owner is None and not room.ended:
+            self._unnamed.add(key, self.now)
         places = self._owners.places.get(key, 1)
         if places == 1:
             self._claim(room, handle)
@@ -147,7 +160,7 @@ class PrefillCore:
             if not each.ended:
                 if expectation is not None:
                     each.expect(*expectation)
-                self._follow(each, each.send(chunk, aux, self.bounds.chunks_per_room))
+                self._book_change(each, each.send(chunk, aux, self.bounds.chunks_per_room))
 
     def fail(self, room: PrefillRoom, failure: Failure) -> None:
         """Abort or cancel: the room is Failed at once, and no further write of it starts, to whichever decode rank."""
@@ -161,7 +174,7 @@ class PrefillCore:
         return next(self._later(key), None) if room is None else room
 
     def has_sender(self, key: RoomKey) -> bool:
-        """Whether a local sender took the room. The first of its decode ranks may be done, and the others not."""
+        """True if a local sender took the room. The first of its decode ranks may be done, and the others not."""
         room = self.rooms.get(key)
         return (room is not None and room.claimed) or any(each.claimed for each in self._later(key))
 
@@ -210,7 +223,7 @@ class PrefillCore:
             metadata = {"requestEpoch": to.epoch, "currentEpoch": self.me.epoch, "rank": self.me.rank}
             return StaleEpoch(f"{to} was meant, {self.me} is here; resolve again", metadata=metadata)
         known = self._numbers.largest(ref)
-        if number <= known and self._counts():
+        if number <= known and self._refuses_smaller_streams():
             text = f"stream: must be above {known}, the newest of {ref}"
             return InvalidRequest(text, metadata={"field": "stream", "value": number, "rule": f"above {known}"})
         self._numbers.note(ref, number)
@@ -219,6 +232,7 @@ class PrefillCore:
             pair = self.pairs[ref] = PrefillPair(ref, peer, self.now)
             if self._unknown.without_record(ref) is WRITES_UNKNOWN:
                 pair.unknown_writes = self.bounds.unknown_writes
+        self._unnamed.note_back(ref.rank)
         older = pair.welcome(stream, number, self.now)
         if older is not None:
             self._work.closes.append(older)  # 2, one stream: a larger one ends the older before welcome is sent
@@ -267,29 +281,29 @@ class PrefillCore:
     def on_outcome(self, submission: Submission, outcome: Outcome, detail: str = "") -> None:
         """The data plane ended one submission (7, writes)."""
         room = submission.record
-        self._count(submission, outcome)
+        self._count_outcome(submission, outcome)
         had_ended = room.ended
         room.end_write(submission, outcome, detail, self._data_plane)
         if outcome is _UNKNOWN or submission.pair.unknown_writes:
             self._note_unknown(submission.pair, outcome)
         if not had_ended:
-            self._follow(room)
+            self._book_change(room)
         elif not room.open_writes:
-            self._keep(room)
+            self._remember_ended(room)
             self._tell(room)
 
     def fail_write(self, submission: Submission, outcome: Outcome, failure: Failure) -> None:
         """``on_outcome`` raised, wherever it was: the write is over all the same, and its room fails."""
-        self._count(submission, outcome)
+        self._count_outcome(submission, outcome)
         room = submission.record
         had_ended = room.ended
         self.fail(room, failure)
         if had_ended and not room.open_writes:
             room.settle()
-            self._keep(room)
+            self._remember_ended(room)
             self._tell(room)
 
-    def _count(self, submission: Submission, outcome: Outcome) -> None:
+    def _count_outcome(self, submission: Submission, outcome: Outcome) -> None:
         """Once: a write that nobody counts holds the pages of its room until the pair is lost."""
         if not submission.counted:
             submission.counted = True
@@ -298,7 +312,7 @@ class PrefillCore:
 
     @property
     def has_unknown_writes(self) -> bool:
-        """Whether a write that failed may still be on its way (rule 7, writes)."""
+        """True if a write that failed may still be on its way (rule 7, writes)."""
         return bool(self._unknown) or any(room.writes is WRITES_UNKNOWN for room in self.rooms.values())
 
     def on_engine_destroyed(self) -> None:
@@ -307,7 +321,7 @@ class PrefillCore:
         self.unknown_writes = 0
         for room in self.rooms.values():
             if room.engine_destroyed():
-                self._keep(room)
+                self._remember_ended(room)
                 self._tell(room)
         for pair in self.pairs.values():
             pair.unknown_writes = 0
@@ -335,6 +349,8 @@ class PrefillCore:
                 self._work.silent.append(told)
             if pair.lost and pair.stream is None and not pair.rooms:
                 del self.pairs[pair.ref]
+        if not any(pair.silent for pair in self.pairs.values()):  # who is held names no room
+            self._fail_unnamed()
 
     # One entry of a frame.
 
@@ -350,7 +366,7 @@ class PrefillCore:
         elif self._owners.named and not self._owners.may_name(pair.ref.rank.engine, key):
             self._answer_bound(pair, key)
         elif room is not None and room.owner is pair:
-            self._want(pair, room, entry)
+            self._take_want(pair, room, entry)
         elif (other := self._owners.other_owner(pair, key)) is not None:
             self._answer(pair, key, self._failure(failures.conflict(key, other.ref)))
         elif room is not None:
@@ -365,8 +381,10 @@ class PrefillCore:
     def _own(self, pair: PrefillPair, room: PrefillRoom, entry: DecodeEntry) -> None:
         """What follows from the first time that a decode incarnation names a room (10, ownership)."""
         self._owners.own(pair, room)
+        of_sender = room.key.at(0) if room.key.place else room.key
+        self._unnamed.drop(of_sender)
         if pair.places > 1:
-            self._expect_places(room.key.at(0), pair.places)
+            self._expect_places(of_sender, pair.places)
         if not room.claimed:
             self._owners.wait_for_sender(pair, room)
             if not room.ended:  # as one of a Hello that was refused
@@ -375,7 +393,7 @@ class PrefillCore:
                 self._refuse(room, failures.draining(self.me))
         if pair.unknown_writes > self.bounds.unknown_writes:
             self._refuse_unless_probe(pair, room)
-        self._want(pair, room, entry)
+        self._take_want(pair, room, entry)
 
     def _note_unknown(self, pair: PrefillPair, outcome: Outcome) -> None:
         """Past the bound the pair's rooms that write nothing are given up, and new ones are refused; a write that is
@@ -418,7 +436,7 @@ class PrefillCore:
         ticks = min(left - self.timing.welcome_within, self.timing.unclaimed)
         self._due.set(room, self.now + max(1, ticks))
 
-    def _want(self, pair: PrefillPair, room: PrefillRoom, entry: DecodeEntry) -> None:
+    def _take_want(self, pair: PrefillPair, room: PrefillRoom, entry: DecodeEntry) -> None:
         want = entry.want
         if want < room.want:
             self.ignored_entries += 1  # 5, nothing goes back
@@ -434,7 +452,7 @@ class PrefillCore:
                     self._due.clear(room)
                 elif announced:
                     self._await_sender(room, entry)
-                self._follow(room, submissions)
+                self._book_change(room, submissions)
             elif room.announce(entry.traceparent):
                 self._tell(room)
         if room.ended:
@@ -530,7 +548,7 @@ class PrefillCore:
             return
         self._owners.wait_no_more(room)
         self._due.set(room, self.now + self.timing.room_deadline)
-        self._follow(room, room.claim(handle))
+        self._book_change(room, room.claim(handle))
         if room.announce():
             self._tell(room)
         if room.destination is not None:
@@ -550,23 +568,25 @@ class PrefillCore:
         self.open_rooms += 1
         return room
 
-    def _follow(self, room: PrefillRoom, submissions: Sequence[Submission] = ()) -> None:
+    def _book_change(self, room: PrefillRoom, submissions: Sequence[Submission] = ()) -> None:
         """What follows from what an open room did, for the rank and for the siblings of one that failed."""
-        self._note(room, submissions)
+        self._book_work(room, submissions)
         if room.ended and room.failure is not None:
             self._fail_siblings(room, room.failure)
 
-    def _note(self, room: PrefillRoom, submissions: Sequence[Submission] = ()) -> None:
+    def _book_work(self, room: PrefillRoom, submissions: Sequence[Submission] = ()) -> None:
         """For the rank: writes to start, progress to tell, its end."""
         if submissions:
             self._work.submissions += submissions
             self.open_writes += len(submissions)
+            if self._read is not None:
+                self._check_read(self._read, room, submissions)
         if room.progress:
             self._moving[room.key] = room
         if room.ended:
             self.open_rooms -= 1
             if self._owners.places:
-                self._note_end(room)
+                self._book_end(room)
             else:
                 room.noted = True
                 self._work.ended.append(room)
@@ -574,10 +594,21 @@ class PrefillCore:
             if room.open_writes:
                 self._work.stops.append(room)
             else:
-                self._keep(room)
+                self._remember_ended(room)
             self._tell(room)
 
-    def _note_end(self, room: PrefillRoom) -> None:
+    def _check_read(self, read: ReadPages, room: PrefillRoom, submissions: Sequence[Submission]) -> None:
+        """A room that fails here starts none of them (``_reject_ended``)."""
+        first = None if room.destination is None else room.chunks.first_wanted(room.destination)
+        if first is None:
+            return
+        for submission in submissions:
+            error = read.take(room.key, submission.source, first + submission.start)
+            if error is not None:
+                room.refuse(error)
+                return
+
+    def _book_end(self, room: PrefillRoom) -> None:
         """For people a room that several decode ranks are owed ends once, when it has ended for all of them."""
         siblings = room.siblings
         if len(siblings) == 1:
@@ -603,7 +634,7 @@ class PrefillCore:
             # 11, memory of the ended: an older record of the room may have expired.
             room.worst = min(room.worst, self._unknown.without_record(room.owner.ref))
         room.fail(failure)
-        self._note(room)
+        self._book_work(room)
 
     def _reject_ended(self, work: PrefillWork) -> None:
         """A write that the plane did not start yet never does once its room has ended (7, writes)."""
@@ -633,9 +664,19 @@ class PrefillCore:
         else:
             self._refuse(room, failures.nobody_came(room.key, waited))
 
-    def _keep(self, room: PrefillRoom) -> None:
+    def _fail_unnamed(self) -> None:
+        """Nobody named them since a decode was lost (6, ending)."""
+        for key, lost in self._unnamed.take_over(self.now):
+            room = self.find(key)
+            if room is not None:
+                waited = self.timing.milliseconds(self.timing.unnamed_after_loss)
+                self._refuse(room, failures.nobody_named(key, lost, waited))
+
+    def _remember_ended(self, room: PrefillRoom) -> None:
         """Its last change: from now on the record has its time (11, memory of the ended)."""
         self._ended.keep(room.key, self.now)
+        if self._read is not None and room.writes is not WRITES_UNKNOWN:
+            self._read.give_back(room.key)
 
     def _expire(self, room: PrefillRoom, aged: bool) -> PrefillPair | None:
         """An ended record is remembered no more, but not before its decode forgot it: a WRITE may be on its way on the
@@ -646,7 +687,7 @@ class PrefillCore:
         owner, unknown = room.owner, room.writes is WRITES_UNKNOWN
         remembered = owner is not None and owner.up and not room.forgotten
         if remembered and (unknown or not aged or (owner is not None and owner.silent)):  # who is held cannot forget
-            self._keep(room)
+            self._remember_ended(room)
             return None
         if owner is not None and unknown:
             self._unknown.add(owner.ref)
@@ -662,6 +703,8 @@ class PrefillCore:
             self._owners.forget(room.key)
         self._ended.drop(room.key)
         self._due.clear(room)
+        if room.owner is None:
+            self._unnamed.drop(room.key)
         self._owners.wait_no_more(room)
         if room.owner is not None:
             room.owner.rooms.discard(room.key)
@@ -677,6 +720,7 @@ class PrefillCore:
             # Now, not with its last record: what is mapped of a process that died is memory that nobody else gets.
             self._work.gone.append(pair)
         pair.lost = True
+        self._unnamed.note_lost(pair.ref.rank, self.now)
         self._end_stream(pair)
         failure = self._failure(failures.peer_lost(pair.ref, f"decode {pair.ref}", how))
         for key in list(pair.rooms):
@@ -692,7 +736,7 @@ class PrefillCore:
 
     # Who is current: methods of their own, so that the simulation can switch the rules off.
 
-    def _counts(self) -> bool:
+    def _refuses_smaller_streams(self) -> bool:
         """A smaller stream number is refused (2, one stream)."""
         return True
 

@@ -84,5 +84,5 @@ class UnknownWrites:
         self._anybody = False
 
     def without_record(self, decode: RankRef) -> Writes:
-        """What can be said of writes to a room that has no record: an older record of it may have expired."""
+        """Returns what can be said of writes to a room that has no record: an older record of it may have expired."""
         return WRITES_UNKNOWN if self._anybody or decode in self._decodes else WRITES_STOPPED

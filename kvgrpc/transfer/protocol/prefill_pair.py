@@ -62,7 +62,7 @@ class PrefillPair:
         self.probe: RoomKey | None = None
 
     def serves_with(self, other: PrefillPair) -> bool:
-        """Whether both pairs are ranks of one decode replica, which receives the same prompts."""
+        """True if both pairs are ranks of one decode replica, which receives the same prompts."""
         mine, theirs = self.ref.rank, other.ref.rank
         same_replica = (mine.engine, mine.dp, mine.cp) == (theirs.engine, theirs.dp, theirs.cp)
         return same_replica and self.places == other.places
@@ -100,7 +100,7 @@ class PrefillPair:
         return stream
 
     def given_up(self, now: int, timing: Timing) -> str:
-        """How the pair was lost by now; empty: it was not (rule 3, break and loss)."""
+        """Returns how the pair was lost by now; empty: it was not (rule 3, break and loss)."""
         if self.lost:
             return ""
         if self.stream is not None:

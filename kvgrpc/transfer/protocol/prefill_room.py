@@ -137,11 +137,12 @@ class PrefillRoom(Struct, eq=False):
         return self.done.prefix
 
     def entry(self) -> PrefillEntry:
-        """What its decode is told."""
+        """Returns what its decode is told."""
         sends_aux = self.owner is not None and self.owner.sends_aux
         aux = self.aux if sends_aux and self.state is STATE_SUCCESS else b""
         checksums = self._page_checksums() if self.checksums and self.state is STATE_SUCCESS else b""
-        return PrefillEntry(self.key, self.state, self.writes, self.done.prefix, aux, self.failure, checksums)
+        failure = None if self.failure is None else failures.for_peers(self.failure)
+        return PrefillEntry(self.key, self.state, self.writes, self.done.prefix, aux, failure, checksums)
 
     def join(self, siblings: tuple[PrefillRoom, ...], sender: PrefillRoom) -> None:
         """Joins the records of a sender that owes the room to several decode ranks; takes the chunks given so far."""

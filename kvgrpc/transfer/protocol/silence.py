@@ -26,7 +26,7 @@ class _Pair(Protocol):
 
 
 def note_silence(pair: _Pair, since: int | None, rooms: int, now: int, timing: Timing) -> SilentPair | None:
-    """What is to be told of a pair in this tick. ``since``: when its peer was heard, or reached, last; None: no
+    """Returns what is to be told of a pair in this tick. ``since``: when its peer was heard, or reached, last; None: no
     connection stands."""
     before, pair.silent = pair.silent, since is not None and now - since > timing.silent_after
     if since is None or pair.silent == before:

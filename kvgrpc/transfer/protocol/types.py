@@ -9,18 +9,20 @@ import enum
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 from msgspec import Struct
 
 from kvgrpc.errors import Failure, KvGrpcError
+from kvgrpc.fields import Count, bounded
 from kvgrpc.model import Layout, RankRef
 from kvgrpc.transfer.protocol.destination import Destination as Destination
 from kvgrpc.transfer.protocol.destination import U32Array as U32Array
 
 MAX_ROOM = 2**63 - 1
-# From here on a number was hardly guessed: one of 63 random bits is lower once in 32,768.
-HARDLY_GUESSED = 2**48
+# Below it are counters, times (nanoseconds too) and snowflakes of these years: who has one guesses the next. Of
+# 63 random bits a quarter is: only how soon a misfit is said depends on it (docs/security.md, between ranks).
+HARDLY_GUESSED = 2**61
 
 
 class RoomKey(Struct, frozen=True, order=True, gc=False):
@@ -226,42 +228,42 @@ class SessionState(enum.IntEnum):
 @dataclass(frozen=True, slots=True)
 class Timing:
     """All times of a session. Ticks, of ``tick_seconds`` each, are counted by the owner's loop while it runs: a process
-    that was stopped has not aged (rule 3, break and loss).
+    that was stopped has not aged (rule 3, break and loss)."""
 
-    Attributes:
-        tick_seconds: length of a tick, in seconds. All others are whole numbers of ticks.
-        heartbeat: something is said at least this often.
-        ping_interval: after so long without a byte gRPC pings a connection (its C++ threads do, on either side, also
-            while the interpreter is held), ping_timeout: one that was not answered within this ends it. gRPC pings once
-            a second at most.
-        connect_within: a first dial gets so long to connect.
-        welcome_within: after a break the pair is given up unless it is connected again within this.
-        idle_timeout: a peer whose connection stands is given up after so long without a word, of Welcome too.
-        settle: bytes that were on their way when a writer stopped may land for this long; then its pages come back.
-        first_backoff: pause before the second dial; it doubles from dial to dial.
-        longest_backoff: the longest pause between two dials of a pair that was given up.
-        abandon_dial: a dial that was not answered within this is replaced by another.
-        room_deadline: a receiver may take this long until ``init``, and again from it; a sender to meet its decode.
-        unclaimed: a room that decode named waits this long at most for its local sender.
-        ended_record: what ended is remembered this long for a decode that comes back, or a late sender.
-        probe: of a decode to which too many writes had an unknown end one room is taken this often (prefill).
-    """
-
-    tick_seconds: float = 0.1
-    heartbeat: int = 3
-    ping_interval: int = 10
-    ping_timeout: int = 20
-    connect_within: int = 30
-    welcome_within: int = 10
-    idle_timeout: int = 600
-    settle: int = 20
-    first_backoff: int = 2
-    longest_backoff: int = 50
-    abandon_dial: int = 10
-    room_deadline: int = 3000
-    unclaimed: int = 3000
-    ended_record: int = 600
-    probe: int = 100
+    tick_seconds: Annotated[float, bounded(least=0.001, most=10.0, unit="seconds")] = 0.1
+    """Length of a tick, in seconds. All others are whole numbers of ticks."""
+    heartbeat: Count = 3
+    """Something is said at least this often."""
+    ping_interval: Count = 10
+    """After so long without a byte gRPC pings a connection: its C++ threads do, on either side, also while the
+    interpreter is held, and once a second at most."""
+    ping_timeout: Count = 20
+    """A ping that was not answered within this ends the connection."""
+    connect_within: Count = 30
+    """A first dial gets so long to connect."""
+    welcome_within: Count = 10
+    """After a break the pair is given up unless it is connected again within this."""
+    idle_timeout: Count = 600
+    """A peer whose connection stands is given up after so long without a word, of Welcome too."""
+    settle: Count = 20
+    """Bytes that were on their way when a writer stopped may land for this long; then its pages come back."""
+    first_backoff: Count = 2
+    """Pause before the second dial; it doubles from dial to dial."""
+    longest_backoff: Count = 50
+    """The longest pause between two dials of a pair that was given up."""
+    abandon_dial: Count = 10
+    """A dial that was not answered within this is replaced by another."""
+    room_deadline: Count = 3000
+    """A receiver may take this long until ``init``, and again from it; a sender to meet its decode."""
+    unclaimed: Count = 3000
+    """A room that decode named waits this long at most for its local sender."""
+    unnamed_after_loss: Count = 3000
+    """After a decode was lost a sender waits this long at most for any decode to name its room; for engines whose
+    router asks both sides at once, which SGLang's do (prefill)."""
+    ended_record: Count = 600
+    """What ended is remembered this long for a decode that comes back, or a late sender."""
+    probe: Count = 100
+    """Of a decode to which too many writes had an unknown end one room is taken this often (prefill)."""
 
     @property
     def silence(self) -> int:
@@ -288,33 +290,28 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds of one rank; past one a room fails TOO_MANY_REQUESTS (or PAGES_HELD), nothing grows.
+    """Bounds of one rank; past one a room fails TOO_MANY_REQUESTS (or PAGES_HELD), nothing grows."""
 
-    Attributes:
-        rooms: rooms that are known at a time, ended ones that are remembered included.
-        unclaimed_per_session: rooms that one decode rank named and no local sender claimed, until they are forgotten
-            (prefill).
-        unclaimed: the same of all decode ranks together (prefill); also rooms that a decode rank was refused.
-        ended_records: ended rooms that are remembered; past it the oldest is forgotten (prefill).
-        known_streams: decode incarnations whose largest stream number is remembered; the oldest goes first (prefill).
-        held_pages: pages that wait for the evidence of one peer that it writes no more (decode): past it rooms of this
-            peer are refused. All rooms are when two peers are past it. A rank lowers it to a quarter of its first
-            pool.
-        chunks_per_room: sends of one room that wait for its destination (prefill).
-        aux_bytes: aux of one room, in bytes.
-        unknown_writes: writes to one decode incarnation of which nobody knows whether they ended; past it its rooms are
-            refused, but for one a ``Timing.probe`` (prefill).
-    """
-
-    rooms: int = 131_072
-    unclaimed_per_session: int = 4_096
-    unclaimed: int = 65_536
-    ended_records: int = 65_536
-    known_streams: int = 65_536
-    held_pages: int = 2**32
-    chunks_per_room: int = 65_536
-    aux_bytes: int = 65_536
-    unknown_writes: int = 16
+    rooms: Count = 131_072
+    """Rooms that are known at a time, ended ones that are remembered included."""
+    unclaimed_per_session: Count = 4_096
+    """Rooms that one decode rank named and no local sender claimed, until they are forgotten (prefill)."""
+    unclaimed: Count = 65_536
+    """The same of all decode ranks together (prefill); also rooms that a decode rank was refused."""
+    ended_records: Count = 65_536
+    """Ended rooms that are remembered; past it the oldest is forgotten (prefill)."""
+    known_streams: Count = 65_536
+    """Decode incarnations whose largest stream number is remembered; the oldest goes first (prefill)."""
+    held_pages: Count = 2**32
+    """Pages that wait for the evidence of one peer that it writes no more (decode): past it rooms of this peer are
+    refused. All rooms are when two peers are past it. A rank lowers it to a quarter of its first pool."""
+    chunks_per_room: Count = 65_536
+    """Sends of one room that wait for its destination (prefill)."""
+    aux_bytes: Count = 65_536
+    """Aux of one room, in bytes."""
+    unknown_writes: Count = 16
+    """Writes to one decode incarnation of which nobody knows whether they ended; past it its rooms are refused, but for
+    one a ``Timing.probe`` (prefill)."""
 
 
 PAST_FAILURES = 256  # rooms that people may still ask about
@@ -328,5 +325,5 @@ def room_from_transfer_id(transfer_id: str) -> int:
 
 
 def prefill_dp(room: int, dp_size: int) -> int:
-    """Which dp rank of prefill serves a room unless the router says otherwise: the seeds' ``room % dp``."""
+    """Returns which dp rank of prefill serves a room unless the router says otherwise: the seeds' ``room % dp``."""
     return room % dp_size

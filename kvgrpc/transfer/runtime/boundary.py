@@ -17,11 +17,11 @@ from msgspec import Struct
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure
 from kvgrpc.model import RankRef
-from kvgrpc.transfer.aux import AuxRows
+from kvgrpc.transfer.aux_rows import AuxRows
 from kvgrpc.transfer.layout.pools import CopiedPages
 from kvgrpc.transfer.layout.topology import Shape
 from kvgrpc.transfer.protocol.types import Align, RoomKey
-from kvgrpc.transfer.runtime.stages import TimedHandle
+from kvgrpc.transfer.runtime.timed_handle import TimedHandle
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
 
@@ -81,7 +81,7 @@ class Runtime(Protocol):
 
     @property
     def queue_full(self) -> bool:
-        """Whether the command queue is full, so that no call can be taken now."""
+        """True if the command queue is full, so that no call can be taken now."""
 
     def overflow(self, key: RoomKey) -> Failure:
         """The failure of a room whose call the full command queue could not take."""
@@ -120,16 +120,18 @@ class Runtime(Protocol):
     def open_rooms(self) -> int: ...
 
     async def rooms_by_state(self) -> Mapping[str, int]:
-        """How many rooms are in each state, those that are remembered after their end included."""
+        """Returns how many rooms are in each state, those that are remembered after their end included."""
 
     def depths(self) -> Mapping[str, int]:
-        """How much waits, is on its way, or was refused, by the names in kvgrpc.observability.ranks.DEPTHS."""
+        """Returns how much waits, is on its way, or was refused, by the names in kvgrpc.observability.ranks.DEPTHS."""
 
     def sessions(self) -> list[SessionRow]: ...
 
     async def newest_failed(
         self, count: int, wanted: Callable[[RoomRow], bool] | None = None
     ) -> tuple[list[RoomRow], int]: ...
+
+    def slowest(self, count: int, wanted: Callable[[RoomRow], bool] | None = None) -> tuple[list[RoomRow], int]: ...
 
     async def page_of_rooms(
         self, after: RoomKey, count: int, wanted: Callable[[RoomRow], bool] | None = None
@@ -169,7 +171,7 @@ class PrefillRuntime(Runtime, Protocol):
 
     @property
     def has_unknown_writes(self) -> bool:
-        """Whether a failed write may still be running. Memory that it reads or writes must not be freed then."""
+        """True if a failed write may still be running. Memory that it reads or writes must not be freed then."""
 
     def close_worker(self, deadline: float) -> bool:
         """Ends the transfer thread; False when a write is still running."""
@@ -178,7 +180,7 @@ class PrefillRuntime(Runtime, Protocol):
         """The data plane was closed: no write is left anywhere, also none whose outcome was unknown."""
 
     async def locate(self, keys: Sequence[RoomKey], timeout: float) -> list[RoomKey]:
-        """Which of the rooms have a sender here."""
+        """Returns which of the rooms have a sender here."""
 
 
 def prefill_of(runtime: Runtime) -> PrefillRuntime | None:
@@ -190,7 +192,7 @@ class DecodeRuntime(Runtime, Protocol):
     """Receivers give it rooms and pages, on engine threads."""
 
     def stands(self, request: RoomRequest) -> bool:
-        """Whether pages may be allocated at once."""
+        """True if pages may be allocated at once."""
 
     def open(self, handle: EngineHandle, request: RoomRequest) -> None: ...
 

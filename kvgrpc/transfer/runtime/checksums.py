@@ -105,7 +105,7 @@ def mismatch(
 
 
 def _paired(prefill: Sequence[Pool], decode: Sequence[Pool]) -> Geometry:
-    """What a peer says of its pools decides which of our bytes are read: it must fit."""
+    """Returns what a peer says of its pools decides which of our bytes are read: it must fit."""
     if not prefill:
         return Geometry([], [])
     try:

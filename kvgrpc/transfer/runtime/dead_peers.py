@@ -23,7 +23,7 @@ class DeadPeers:
         self._looking = False
 
     def connections(self, pair: DecodePair, address: bytes) -> frozenset[str] | None:
-        """What was found after it was asked about this pair before; None: nothing yet. It looks again."""
+        """Returns what was found after it was asked about this pair before; None: nothing yet. It looks again."""
         self._asked[pair] = address
         if not self._looking:
             self._looking = True

@@ -20,10 +20,12 @@ from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.layout.plan import check_destination, check_each_pool, check_first_page
 from kvgrpc.transfer.layout.pools import CopiedPages, destination_of
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeRoom, Stream
+from kvgrpc.transfer.protocol.page_check import WrittenPages
 from kvgrpc.transfer.protocol.types import DecodeEntry
 from kvgrpc.transfer.runtime.boundary import EngineHandle, RoomRequest
 from kvgrpc.transfer.runtime.checksums import PeerPages
 from kvgrpc.transfer.runtime.dead_peers import DeadPeers
+from kvgrpc.transfer.runtime.death_proofs import NOTHING, DeathProofs
 from kvgrpc.transfer.runtime.manager import (
     FRAMES_RECEIVED,
     FRAMES_SENT,
@@ -33,10 +35,9 @@ from kvgrpc.transfer.runtime.manager import (
     TransferConfig,
     TransferManager,
 )
-from kvgrpc.transfer.runtime.refusals import NOTHING, Refusals
-from kvgrpc.transfer.runtime.resolve import Changes, ReceiverRoom, Resolve, Routes, no_changes
+from kvgrpc.transfer.runtime.resolve import Changes, PrefillResolver, ReceiverRoom, Resolve
 from kvgrpc.transfer.runtime.session_writer import SessionWriter
-from kvgrpc.transfer.runtime.stages import TimedHandle
+from kvgrpc.transfer.runtime.timed_handle import TimedHandle
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
@@ -60,6 +61,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
     """See the module. What receivers use (see runtime.boundary) is thread-safe; the rest runs on the loop."""
 
     role = "decode"
+    side = Role.DECODE
     core: DecodeCore
 
     def __init__(
@@ -69,7 +71,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         loop: Loop,
         resolve: Resolve,
         open_channel: Callable[[str], grpc.aio.Channel],
-        changes: Changes = no_changes,
+        changes: Changes | None = None,
     ) -> None:
         super().__init__(config, plane, loop)
         self.core = DecodeCore(
@@ -78,21 +80,22 @@ class DecodeManager(TransferManager[DecodeRoom]):
             bounds=config.bounds,
             connections=self._connections,
             deliver_aux=self._deliver_aux,
+            written=WrittenPages(config.pool_sizes) if config.check_pages else None,
         )
-        self._routes = Routes(self.core, self.shape, resolve, open_channel, self._begin, self._pump, changes)
+        self._routes = PrefillResolver(self.core, self.shape, resolve, open_channel, self._begin, self._pump, changes)
         self._open_channel = open_channel
         self._dead_peers = DeadPeers(self._guarded, self._begin)
         self._sessions: dict[Stream, _Session] = {}
         self._data_addresses: dict[RankRef, bytes] = {}
         self._peer_pages: dict[RankRef, PeerPages] = {}
         self._comparing: set[asyncio.Future[Failure | None]] = set()
-        self._refusals = Refusals(config.refusal_proves_death)
+        self._refusals = DeathProofs(config.refusal_proves_death)
         self._tasks: set[asyncio.Task[None]] = set()
 
     # For receivers, on any thread: appended for the loop thread.
 
     def stands(self, request: RoomRequest) -> bool:
-        """Whether the sessions that the room needs stand now, so that its pages may be allocated."""
+        """True if the sessions that the room needs stand now, so that its pages may be allocated."""
         return self._routes.stands(request)
 
     def open(self, handle: EngineHandle, request: RoomRequest) -> None:
@@ -178,9 +181,15 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 len(pair.rooms),
                 (self.core.now - (pair.heard_or_reached_at or pair.heard_at)) * seconds,
                 len(pair.pending_rooms),
+                self._hand_offs.of_pair(pair.ref),
             )
             for pair in self.core.pairs.values()
         ]
+
+    def _peers(self, room: DecodeRoom) -> Sequence[RankRef]:
+        if len(room.parts) == 1:
+            return (room.parts[0].pair.ref,)  # most rooms, without a list to be made
+        return [part.pair.ref for part in room.parts]
 
     def _row(self, room: DecodeRoom) -> RoomRow:
         parts = tuple(PartRow(part.pair.ref, part.state, part.writes, part.pages_done) for part in room.parts)
@@ -210,6 +219,8 @@ class DecodeManager(TransferManager[DecodeRoom]):
             if session.closing:  # the lookup took so long that another dial replaced this one: nobody would end it
                 return
             channel = session.channel = self._open_channel(stream.pair.address)
+            if self.config.tls and not stream.pair.welcomed:
+                self._begin(self._look_whether_taken(session, stream), f"look at {stream.pair.ref}")
             session.call = TransferServiceStub(channel).Session()
             await session.call.write(self._hello(stream))
             await self._read(session, stream, session.call)
@@ -233,6 +244,11 @@ class DecodeManager(TransferManager[DecodeRoom]):
             self._pump()
             if channel is not None:
                 await channel.close()
+
+    async def _look_whether_taken(self, session: _Session, stream: Stream) -> None:
+        """A first dial over TLS gets no answer while that interpreter is held, so a listening process has to do (3,
+        break and loss)."""
+        session.is_taken = await self._refusals.is_taken(stream.pair.address)
 
     async def _not_welcome(self, stream: Stream, error: grpc.aio.AioRpcError | None) -> None:
         """The call failed: proof of death, an answer of the server's front (credentials, roles), or just a break."""
@@ -479,21 +495,25 @@ class DecodeManager(TransferManager[DecodeRoom]):
 class _Session(SessionWriter):
     """One dialled stream."""
 
-    __slots__ = ("call", "channel", "heartbeat", "max_frame_bytes", "resolved", "writer")
+    __slots__ = ("call", "channel", "heartbeat", "is_taken", "max_frame_bytes", "resolved", "writer")
 
     def __init__(self) -> None:
         super().__init__()
         self.channel: grpc.aio.Channel | None = None
         self.call: _Call | None = None
         self.resolved = NOTHING
+        self.is_taken = False
         self.writer: asyncio.Task[None] | None = None
         self.max_frame_bytes = 0
         self.heartbeat = 1
 
     @property
     def is_connected(self) -> bool:
-        """The peer's library shook hands, which takes no interpreter; a stopped process does not get so far."""
-        return self.channel is not None and self.channel.get_state() is grpc.ChannelConnectivity.READY
+        """The peer's library shook hands, which takes no interpreter; a stopped process does not get so far. Where it
+        would take one, the peer's host has taken the connection."""
+        if self.channel is None:
+            return False
+        return self.is_taken or self.channel.get_state() is grpc.ChannelConnectivity.READY
 
     def cancel(self) -> None:
         """Ends the stream without a word: the core gave the pair up."""

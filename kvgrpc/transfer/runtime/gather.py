@@ -233,7 +233,7 @@ class PeerSlots:
 
     @property
     def left(self) -> bool:
-        """Whether there is a slot, or will be."""
+        """True if there is a slot, or will be."""
         return not self.closed and bool(self.free or self.in_use)
 
     @property

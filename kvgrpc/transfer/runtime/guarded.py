@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvgrpc.dataplane.base import (
+    BatchedConnections,
     Bounded,
     DataPlane,
     EndedTransfer,
@@ -19,7 +20,6 @@ from kvgrpc.dataplane.base import (
     Peer,
     Result,
     TellsClosed,
-    TellsTogether,
     Transfer,
 )
 from kvgrpc.transfer.layout.plan import Plan
@@ -32,7 +32,7 @@ _LONGEST_ANSWER = 200
 
 
 def attempt(call: Callable[[], T]) -> T | Result:
-    """What the call returns; REJECTED where it raises. For what comes before a write."""
+    """Returns what the call returns; REJECTED where it raises. For what comes before a write."""
     try:
         return call()
     except Exception as error:
@@ -58,7 +58,7 @@ class GuardedPlane:
 
     @property
     def closed(self) -> bool:
-        """Whether its owner closed it and no write is left; False where it does not say."""
+        """True if its owner closed it and no write is left; False where it does not say."""
         try:
             return isinstance(self.plane, TellsClosed) and self.plane.closed is True
         except Exception:
@@ -155,7 +155,7 @@ class GuardedPlane:
         """
         plane = self.plane
         try:
-            if isinstance(plane, TellsTogether):
+            if isinstance(plane, BatchedConnections):
                 found = [frozenset(names) for names in plane.connections_from_each(addresses)]
                 if len(found) != len(addresses):
                     raise ValueError(f"{len(found)} answers about {len(addresses)} peers")

@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
 import itertools
 import logging
 import math
-import operator
 import os
 import time
 import uuid
 import weakref
-from abc import ABC, abstractmethod
-from collections import Counter, deque
+from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, Internal, Reason, ServerDraining, TooManyRequests
 from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankRef, Role
 from kvgrpc.observability import metrics
-from kvgrpc.observability.hand_offs import HandOffs
-from kvgrpc.observability.tracing import HandOff, Spans, spans_of
+from kvgrpc.observability.hand_offs import HandOff, HandOffs
+from kvgrpc.observability.tracing import spans_of
+from kvgrpc.rpc.turns import next_turn
 from kvgrpc.rpc.waking import Waker
-from kvgrpc.transfer.aux import AuxBuffer, AuxRows
+from kvgrpc.transfer.aux_rows import AuxBuffer, AuxRows
 from kvgrpc.transfer.layout.topology import Shape
 from kvgrpc.transfer.protocol.failures import RETRY_SECONDS
 from kvgrpc.transfer.protocol.fan_out import PlaceHandle
+from kvgrpc.transfer.protocol.page_check import PoolSize
 from kvgrpc.transfer.protocol.silence import SilentPair
 from kvgrpc.transfer.protocol.types import (
-    PAST_FAILURES,
     POLL_FAILED,
     POLL_SUCCESS,
     Bounds,
@@ -40,14 +39,12 @@ from kvgrpc.transfer.protocol.types import (
     Handle,
     LostPair,
     RoomKey,
-    RoomState,
     Timing,
 )
 from kvgrpc.transfer.runtime.boundary import EngineHandle
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
-from kvgrpc.transfer.runtime.past_rooms import PastRooms
-from kvgrpc.transfer.runtime.stages import waiters_lock
-from kvgrpc.transfer.tables import RoomRow, SessionRow
+from kvgrpc.transfer.runtime.room_tables import AnyRoom, Record, RoomTables
+from kvgrpc.transfer.runtime.timed_handle import waiters_lock
 
 logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 4 * 1024 * 1024
@@ -59,8 +56,6 @@ _GIVE_WAY_SECONDS, _GIVE_WAY_EVERY_SECONDS = 50e-6, 200e-6
 _FEW_ROOMS = 1024
 ENTRIES_IN_A_TURN = 1024
 _ENTRIES_AT_ONCE, _TURN_SECONDS = 128, 0.03
-_ROOMS_LOOKED_AT_IN_A_TURN = 2048
-_BEHIND_ALL_ROOMS = RoomKey(2**64)
 
 # Children of the counters, because labels() costs more than the count.
 FRAMES_SENT, FRAMES_RECEIVED = metrics.SESSION_FRAMES.labels("sent"), metrics.SESSION_FRAMES.labels("received")
@@ -83,10 +78,17 @@ class TransferConfig:
     model: ModelIdentity = UNKNOWN_MODEL
     refusal_proves_death: bool = True
     verify: bool = False
+    check_pages: bool = False
     gather_bytes: int = 0
     tracing: bool = False
+    # Sessions are dialled over TLS, whose handshake waits for the interpreter of the side that is dialled.
+    tls: bool = False
     # Of whoever opens a session; None: any, as where caches lend to each other.
     opener_role: Role | None = Role.DECODE
+
+    @property
+    def pool_sizes(self) -> list[PoolSize]:
+        return [PoolSize(pool.name, pool.pages) for pool in self.pools]
 
     def shape(self, data_plane: str) -> Shape:
         aux = tuple(buffer.item_bytes for buffer in self.aux)
@@ -108,41 +110,10 @@ class Loop(Protocol):
 
     @property
     def work_waits(self) -> bool:
-        """Whether its thread would run now if it had the interpreter; any thread may ask."""
+        """True if its thread would run now if it had the interpreter; any thread may ask."""
 
 
-class AnyRoom(Protocol):
-    """What a room's record has at either core."""
-
-    @property
-    def key(self) -> RoomKey: ...
-
-    @property
-    def state(self) -> RoomState: ...
-
-    @property
-    def handle(self) -> Handle | None: ...
-
-    @property
-    def failure(self) -> Failure | None: ...
-
-    @property
-    def destination(self) -> Destination | None: ...
-
-
-Record = TypeVar("Record", bound=AnyRoom)
 Ended = TypeVar("Ended", bound=AnyRoom, covariant=True)
-
-
-class Core(Protocol[Record]):
-    """What the managers ask of either core."""
-
-    @property
-    def rooms(self) -> dict[RoomKey, Record]: ...
-
-    open_rooms: int
-
-    def fail(self, record: Record, failure: Failure, /) -> None: ...
 
 
 class _Work(Protocol[Ended]):
@@ -161,15 +132,15 @@ class _Work(Protocol[Ended]):
     def silent(self) -> Sequence[SilentPair]: ...
 
 
-class TransferManager(ABC, Generic[Record]):
+class TransferManager(RoomTables[Record]):
     """The rank's side of all hand-offs. Engine threads call ``post`` (through senders and receivers); everything else
     happens on the loop thread. Subclasses own the core: PrefillManager and DecodeManager.
     """
 
     role = ""
-    core: Core[Record]
 
     def __init__(self, config: TransferConfig, plane: DataPlane, loop: Loop) -> None:
+        super().__init__(HandOffs(self.role, logger))
         self.config = config
         self.plane = plane
         self._guarded = GuardedPlane(plane)
@@ -192,10 +163,8 @@ class TransferManager(ABC, Generic[Record]):
         self._waking = False
         self._ticker: asyncio.Task[None] | None = None
         self._conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
-        self._past = PastRooms(PAST_FAILURES)
         # What the handles of rooms call; None, which costs a room nothing, until an engine asked for ``fileno``.
         self.on_change: _Changes | None = None
-        self._hand_offs = HandOffs(self.role, logger)
         self._spans = spans_of(self.role, config.ref) if config.tracing else None
         # Of each pool, and of them all: one list of pages addresses every pool.
         self._pool_page_bytes = tuple(pool.page_bytes for pool in config.pools)
@@ -218,7 +187,7 @@ class TransferManager(ABC, Generic[Record]):
 
     @property
     def queue_full(self) -> bool:
-        """Whether the command queue is full, so that the loop thread can take no further call now."""
+        """True if the command queue is full, so that the loop thread can take no further call now."""
         return len(self._commands) >= self._most_commands
 
     def overflow(self, key: RoomKey) -> Failure:
@@ -301,56 +270,7 @@ class TransferManager(ABC, Generic[Record]):
         """False once the ticks stopped; before ``start`` and after ``stop`` too."""
         return self._ticker is not None and not self._ticker.done()
 
-    # For people, on the loop thread.
-
-    @abstractmethod
-    def sessions(self) -> list[SessionRow]: ...
-
-    async def page_of_rooms(
-        self, after: RoomKey, count: int, wanted: Callable[[RoomRow], bool] | None = None
-    ) -> tuple[list[RoomRow], int]:
-        """The first ``count`` rooms after ``after`` that are ``wanted``, in order, and how many rooms there are in all.
-
-        These are the rooms of the core and the last failed ones that it has dropped. One turn of the loop looks at a
-        thousand or so at most.
-        """
-        self._pump()  # rooms may have been dropped since
-        past = [key for key in self._past if self._record(key) is None]
-        keys = [*self._keys(), *past]
-
-        def is_wanted(key: RoomKey) -> bool:
-            row = self._row_of(key)
-            return row is not None and (wanted is None or wanted(row))
-
-        found: list[RoomKey] = []
-        for start in range(0, len(keys), _ROOMS_LOOKED_AT_IN_A_TURN):
-            if start:
-                await asyncio.sleep(0)
-            end = found[-1] if len(found) == count else _BEHIND_ALL_ROOMS
-            some = [key for key in keys[start : start + _ROOMS_LOOKED_AT_IN_A_TURN] if after < key < end]
-            found = heapq.nsmallest(count, found + (some if wanted is None else list(filter(is_wanted, some))))
-        rows = [self._row_of(key) for key in found]
-        return [row for row in rows if row is not None], len(keys)
-
-    async def newest_failed(
-        self, count: int, wanted: Callable[[RoomRow], bool] | None = None
-    ) -> tuple[list[RoomRow], int]:
-        """The ``count`` rooms of ``page_of_rooms`` that failed last, the newest first, and how many rooms there are."""
-        self._pump()
-        keys = [*self._keys(), *(key for key in self._past if self._record(key) is None)]
-        newest: list[tuple[float, RoomKey, RoomRow]] = []
-        for start in range(0, len(keys), _ROOMS_LOOKED_AT_IN_A_TURN):
-            if start:
-                await asyncio.sleep(0)
-            found = map(self._row_of, keys[start : start + _ROOMS_LOOKED_AT_IN_A_TURN])
-            rows = [row for row in found if row is not None and (wanted is None or wanted(row))]
-            failed = [(row.failure.time, row.key, row) for row in rows if row.failure is not None]
-            newest = heapq.nlargest(count, newest + failed, key=operator.itemgetter(0, 1))
-        return [row for _, _, row in newest], len(keys)
-
-    def room(self, key: RoomKey) -> RoomRow | None:
-        self._pump()
-        return self._row_of(key)
+    # For people, on the loop thread; their tables are in RoomTables.
 
     def cancel(self, key: RoomKey, failure: Failure) -> bool:
         """Fails the room; False when there is none."""
@@ -370,18 +290,8 @@ class TransferManager(ABC, Generic[Record]):
         return self.config.bounds.held_pages
 
     def open_rooms(self) -> int:
-        """How many rooms have not ended. Any thread may call it; it does not wait."""
+        """Returns how many rooms have not ended. Any thread may call it; it does not wait."""
         return self.core.open_rooms
-
-    async def rooms_by_state(self) -> Mapping[str, int]:
-        found: Counter[RoomState] = Counter()
-        keys = self._keys()
-        for start in range(0, len(keys), _ROOMS_LOOKED_AT_IN_A_TURN):
-            if start:
-                await asyncio.sleep(0)
-            records = map(self._record, keys[start : start + _ROOMS_LOOKED_AT_IN_A_TURN])
-            found.update(self._state(record) for record in records if record is not None)
-        return {state.name.lower(): found[state] for state in RoomState}
 
     def depths(self) -> Mapping[str, int]:
         writes, nbytes = self._guarded.in_flight()
@@ -411,38 +321,11 @@ class TransferManager(ABC, Generic[Record]):
         self._pump()
 
     def _work_waits(self) -> bool:
-        """Whether a thread of ours would run now if it had the interpreter."""
+        """True if a thread of ours would run now if it had the interpreter."""
         return self._loop_thread.work_waits
 
     @abstractmethod
-    def _row(self, record: Record) -> RoomRow: ...
-
-    @abstractmethod
-    def _pump(self) -> None:
-        """Does what the core asks after something happened."""
-
-    @abstractmethod
     def _tick(self) -> None: ...
-
-    def _keys(self) -> list[RoomKey]:
-        """Of all rooms that the core knows."""
-        return list(self.core.rooms)
-
-    def _record(self, key: RoomKey) -> Record | None:
-        return self.core.rooms.get(key)
-
-    def _state(self, record: Record) -> RoomState:
-        return record.state
-
-    def _row_of(self, key: RoomKey) -> RoomRow | None:
-        record = self._record(key)
-        if record is not None:
-            return self._row(record)
-        return self._past_row(key) if key in self._past else None
-
-    def _past_row(self, key: RoomKey) -> RoomRow:
-        row, since = self._past[key]
-        return replace(row, age_seconds=row.age_seconds + self._loop.time() - since)
 
     async def _in_turns(self, entries: Iterable[Entry], apply: Callable[[Sequence[Entry]], None]) -> None:
         """Applies the entries of one frame, at most some hundred a turn of the loop that all sessions share, fewer
@@ -454,7 +337,7 @@ class TransferManager(ABC, Generic[Record]):
             applied += len(some)
             if applied >= ENTRIES_IN_A_TURN or time.monotonic() > end:
                 self._pump()
-                await asyncio.sleep(0)
+                await next_turn()
                 applied, end = 0, time.monotonic() + _TURN_SECONDS
         if applied:
             self._pump()
@@ -504,22 +387,21 @@ class TransferManager(ABC, Generic[Record]):
                 self._count_error("tick failed")
 
     def _observe(self, work: _Work[Record]) -> None:
-        """Counts what ended, says what failed, and keeps the last failures: people may still ask why."""
+        """Counts what ended, says what failed, and keeps the last of both: people may still ask."""
         for record in work.failed:
-            self._past.keep(self._row(record), self._loop.time())
+            self._keep_failed(record)
         now = time.monotonic() if work.ended else 0.0
         for room in work.ended:
             handle = room.handle
             if isinstance(handle, PlaceHandle):
                 handle = handle.sender
-            seconds = None if handle is None else now - handle.began
+            hand_off = self._hand_off(room, handle, now)
             if room.failure is None:
-                stages = handle.stages(now) if isinstance(handle, EngineHandle) else ()
-                self._hand_offs.succeeded(seconds, self._bytes_of(room), stages)
+                self._hand_offs.succeeded(hand_off)
             else:
-                self._hand_offs.failed(room.key.room, room.key.attempt, room.failure, seconds)
+                self._hand_offs.failed(hand_off)
             if self._spans is not None:
-                self._trace(self._spans, room, now)
+                self._spans.end(getattr(room, "span", None), self._begun(hand_off, room))
             if isinstance(handle, EngineHandle):  # else each keeps the other until a full garbage collection
                 handle.record = None
         for peer, how, rooms in work.lost:
@@ -527,26 +409,27 @@ class TransferManager(ABC, Generic[Record]):
         for pair in work.silent:
             self._hand_offs.silent(self.ref, *pair)
 
-    def _bytes_of(self, record: Record) -> int:
-        """Of all of its pages, in all pools of this rank."""
-        pages = record.destination
-        if pages is None:
-            return 0
+    def _hand_off(self, room: Record, handle: Handle | None, now: float) -> HandOff:
+        began = ready = moving = 0.0
+        if isinstance(handle, EngineHandle):
+            began, ready, moving = handle.began, handle.ready_at, handle.moving_at
+        elif handle is not None:
+            began = handle.began
+        key, pages = room.key, room.destination
+        count, nbytes = (pages.count, self._bytes_of(pages)) if pages is not None else (0, 0)
+        peers, traceparent, failure = self._peers(room), room.traceparent, room.failure
+        return HandOff(key.room, key.attempt, peers, began, ready, moving, now, count, nbytes, traceparent, failure)
+
+    def _begun(self, hand_off: HandOff, room: Record) -> HandOff:
+        """A span needs a beginning: of a room for which no engine made a handle, when a peer named it."""
+        return hand_off if hand_off.began else hand_off._replace(began=hand_off.ended - self._row(room).age_seconds)
+
+    def _bytes_of(self, pages: Destination) -> int:
+        """Of all of a room's pages, in all pools of this rank."""
         if pages.others is None:
             return pages.count * self._page_bytes
         counts = pages.count, *(other.count for other in pages.others)
         return sum(count * nbytes for count, nbytes in zip(counts, self._pool_page_bytes, strict=False))
-
-    def _trace(self, spans: Spans, record: Record, now: float) -> None:
-        row, handle = self._row(record), record.handle
-        if isinstance(handle, PlaceHandle):
-            handle = handle.sender
-        times = (now - row.age_seconds, 0.0, 0.0)
-        if isinstance(handle, EngineHandle):
-            times = handle.began, handle.ready_at, handle.moving_at
-        peers = [part.peer for part in row.parts]
-        hand_off = HandOff(row.key.room, row.key.attempt, peers, *times, row.pages, self._bytes_of(record), row.failure)
-        spans.end(getattr(record, "span", None), row.traceparent, hand_off)
 
     def _look_at_conditions(self) -> None:
         for condition, done in self._conditions:

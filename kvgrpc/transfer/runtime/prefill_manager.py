@@ -26,6 +26,7 @@ from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.layout.plan import check_each_pool, check_pages
 from kvgrpc.transfer.layout.pools import pages_of_pools
 from kvgrpc.transfer.protocol.chunks import Chunk
+from kvgrpc.transfer.protocol.page_check import ReadPages
 from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillPair, PrefillRoom
 from kvgrpc.transfer.protocol.prefill_room import Submission
 from kvgrpc.transfer.protocol.types import Align, RoomKey, RoomState
@@ -68,11 +69,18 @@ class PrefillManager(TransferManager[PrefillRoom]):
     """See the module. What senders use (see runtime.boundary) is thread-safe; the rest runs on the loop."""
 
     role = "prefill"
+    side = Role.PREFILL
     core: PrefillCore
 
     def __init__(self, config: TransferConfig, plane: DataPlane, loop: Loop) -> None:
         super().__init__(config, plane, loop)
-        self.core = PrefillCore(config.ref, timing=config.timing, bounds=config.bounds, data_plane=plane.name)
+        self.core = PrefillCore(
+            config.ref,
+            timing=config.timing,
+            bounds=config.bounds,
+            data_plane=plane.name,
+            read=ReadPages(config.pool_sizes[0]) if config.check_pages else None,
+        )
         self._worker = TransferWorker(self._guarded, config.pools, self._report, config.gather_bytes)
         self._turns, self._ticks_in_turn = 0, 0
         self._sessions: dict[PrefillPair, _Session] = {}
@@ -151,7 +159,8 @@ class PrefillManager(TransferManager[PrefillRoom]):
             self.core.on_end(session, session.ref)
 
     async def locate(self, keys: Sequence[RoomKey], timeout: float) -> list[RoomKey]:
-        """Which of the rooms have a sender here; waits up to ``timeout`` seconds for the first. On the loop thread.
+        """Returns which of the rooms have a sender here; waits up to ``timeout`` seconds for the first. On the loop
+        thread.
 
         Raises TooManyRequests, and ServerDraining where no sender exists and none will be accepted.
         """
@@ -231,19 +240,27 @@ class PrefillManager(TransferManager[PrefillRoom]):
                 pair.open_rooms,
                 (self.core.now - pair.heard_at) * seconds,
                 len(pair.pending_rooms),
+                self._hand_offs.of_pair(pair.ref),
             )
             for pair in self.core.pairs.values()
         ]
 
     def _keys(self) -> list[RoomKey]:
         """One of each room, to however many decode ranks it is owed."""
-        return list({key.at(0) if key.place else key: None for key in self.core.rooms})
+        rooms = self.core.rooms
+        lone = {key.at(0) for key in rooms if key.place}  # of those whose first place may have ended before
+        return [*(key for key in rooms if not key.place), *(key for key in lone if key not in rooms)]
 
     def _record(self, key: RoomKey) -> PrefillRoom | None:
         return self.core.find(key)
 
     def _state(self, record: PrefillRoom) -> RoomState:
         return record.state_of_all
+
+    def _peers(self, record: PrefillRoom) -> Sequence[RankRef]:
+        if record.owner is not None and len(record.siblings) == 1:
+            return (record.owner.ref,)  # most rooms, without a list to be made
+        return [part.owner.ref for part in record.siblings if part.owner is not None]
 
     def _row(self, record: PrefillRoom) -> RoomRow:
         parts = tuple(
@@ -339,7 +356,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         return session
 
     def _part(self, decode: topology.Shape, hello: pb.Hello) -> topology.Part:
-        """What we owe it. Raises ParallelLayoutMismatch, also where it expects something else."""
+        """Returns what we owe it. Raises ParallelLayoutMismatch, also where it expects something else."""
         part, expected = topology.owed_part(self.shape, decode), wire.part_from_pb(hello.expected)
         if part != expected:
             raise topology.mismatch({"part": (part, expected)})

@@ -63,13 +63,6 @@ class Changes(Protocol):
     async def __call__(self, bootstrap_addr: str, since: int, timeout: float) -> int: ...
 
 
-async def no_changes(bootstrap_addr: str, since: int, timeout: float) -> int:
-    """A ``Changes`` for ranks without a registry to follow: reports that something may have changed each time."""
-    if since >= 0:
-        await asyncio.sleep(timeout)
-    return since + 1
-
-
 class ReceiverRoom(DecodeRoom, eq=False, kw_only=True):
     """A room with what says the way to its prefill. ``span``: where the rank traces, that of the hand-off."""
 
@@ -84,7 +77,7 @@ class ReceiverRoom(DecodeRoom, eq=False, kw_only=True):
         return cls(request.key, handle, traceparent if readable else "", request=request)
 
 
-class Routes:
+class PrefillResolver:
     """Binds rooms to their prefill ranks. Used on the loop thread, except ``stands``.
 
     ``start`` runs a question to a registry as a task; ``pump`` is called after every answer.
@@ -98,8 +91,9 @@ class Routes:
         open_channel: Callable[[str], grpc.aio.Channel],
         start: Callable[[Coroutine[None, None, None], str], asyncio.Task[None]],
         pump: Callable[[], None],
-        changes: Changes = no_changes,
+        changes: Changes | None = None,
     ) -> None:
+        """``changes`` None: a rank that was lost is dialled when a room needs it, and not before."""
         self._changes = changes
         self._core = core
         self._shape = shape
@@ -129,7 +123,7 @@ class Routes:
             self._ask(room)
 
     def stands(self, request: RoomRequest) -> bool:
-        """Whether there are sessions to all ranks that owe the room. Any thread may call it: it only reads, and caches
+        """True if there are sessions to all ranks that owe the room. Any thread may call it: it only reads, and caches
         in ``owing`` what any thread would compute.
         """
         engine = None if _route_error(request) is not None else self._known(request.bootstrap_addr)
@@ -157,11 +151,13 @@ class Routes:
         """The rank is gone, or hangs: asks the registry for its successor for some minutes, so that the successor has a
         session before a request needs one.
         """
+        if self._changes is None:
+            return
         for bootstrap_addr, engine in self._engines.items():
             for coordinates, target in engine.targets.items():
                 place = (bootstrap_addr, coordinates)
                 if target.ref == lost and place not in self._awaited and not self._closed:
-                    self._awaited[place] = self._start(self._await_restart(*place), f"await {lost.rank}")
+                    self._awaited[place] = self._start(self._await_restart(*place, self._changes), f"await {lost.rank}")
 
     async def close(self) -> None:
         self._closed = True
@@ -169,14 +165,14 @@ class Routes:
             task.cancel()
         await self._search.close()
 
-    async def _await_restart(self, bootstrap_addr: str, coordinates: Coordinates) -> None:
+    async def _await_restart(self, bootstrap_addr: str, coordinates: Coordinates, changes: Changes) -> None:
         """Asks the registry once, and again when it says that something changed."""
         now = asyncio.get_running_loop().time
         give_up_at = now() + _AWAIT_SECONDS
         known, target = -1, None
         try:
             while now() < give_up_at:
-                change = await self._changes(bootstrap_addr, known, _AWAIT_PAUSE_SECONDS)
+                change = await changes(bootstrap_addr, known, _AWAIT_PAUSE_SECONDS)
                 if change != known:
                     known, target = change, await self._target_at(bootstrap_addr, coordinates)
                 if target is not None and self._stands(target):
@@ -187,7 +183,7 @@ class Routes:
             del self._awaited[bootstrap_addr, coordinates]
 
     async def _target_at(self, bootstrap_addr: str, coordinates: Coordinates) -> Target | None:
-        """Who is registered there now; None: nobody yet."""
+        """Returns who is registered there now; None: nobody yet."""
         try:
             engine = await self._resolve(bootstrap_addr, self._core.me.rank)
         except KvGrpcError:
@@ -196,7 +192,7 @@ class Routes:
         return engine.targets.get(coordinates)
 
     def _stands(self, target: Target) -> bool:
-        """Whether there is a session to the rank; one is dialled where there is none."""
+        """True if there is a session to the rank; one is dialled where there is none."""
         self._core.predial(target)
         self._pump()
         return self._core.pairs[target.ref].up

@@ -102,7 +102,7 @@ class RoomSearch:
             self._again(room)
 
     def _take(self, rooms: _Rooms, target: Target, keys: Sequence[RoomKey] | None, no_answer: set[Target]) -> float:
-        """What a rank answered; the seconds until it is asked again. None: nothing."""
+        """Returns what a rank answered; the seconds until it is asked again. None: nothing."""
         if keys is None:
             no_answer.add(target)
             return _PAUSE_SECONDS

@@ -106,7 +106,7 @@ class TransferWorker:
 
     @property
     def busy(self) -> bool:
-        """Whether there are writes to start or to poll."""
+        """True if there are writes to start or to poll."""
         return bool(self._running or self._waiting or self._summing) or not self._jobs.empty()
 
     @property
@@ -234,7 +234,7 @@ class TransferWorker:
                 self._start(submission, plan)
 
     def _planned(self, group: Sequence[Submission]) -> Sequence[Plan | GatheredTransfer]:
-        """What is to be written for each of them; nothing is sent yet."""
+        """Returns what is to be written for each of them; nothing is sent yet."""
         memory = group[0].pair.peer
         assert isinstance(memory, PeerMemory) and memory.geometry is not None and memory.peer is not None
         if group[0].others is not None:

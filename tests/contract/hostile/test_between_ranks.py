@@ -189,7 +189,7 @@ def test_one_dp_rank_that_is_gone_fails_no_room_of_the_others(
     second = open_host("G", "PREFILL", registry=first.rank.address, dp=1, **both)
     bootstrap = f"{first.rank.address}/G"
     met = receiver_of(decode, bootstrap, next(ROOMS))
-    sender_of(first, met.room)
+    of_met = sender_of(first, met.room)
     wait_until(lambda: met.poll() is KVPoll.WaitingForInput, SECONDS)
     second.close(1.0)
     with caplog.at_level(logging.INFO, "kvgrpc.transfer.runtime.search"):
@@ -199,7 +199,7 @@ def test_one_dp_rank_that_is_gone_fails_no_room_of_the_others(
     assert late.failure is None
     sender = sender_of(first, late.room)
     wait_until(lambda: late.poll() is KVPoll.WaitingForInput, SECONDS)
-    for each in (met, late, sender):
+    for each in (met, late, of_met, sender):
         each.abort()
 
 

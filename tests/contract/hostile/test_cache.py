@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +37,7 @@ from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceStub
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
 from tests.contract.hostile.http2 import DATA, Connection
-from tests.support.cache_serving import LIMITS, CacheRank, open_cache_rank, prompt
+from tests.support.cache_serving import LIMITS, CacheRank, hashes_of, open_cache_rank, prompt
 from tests.support.faults.storage import FaultyBackend
 from tests.support.scoring import question
 from tests.support.secrets import bearer, proof, tokens_of
@@ -102,6 +102,22 @@ def stub_of(channel: grpc.Channel, cache: CacheRank, name: str) -> Any:
     return WithToken()
 
 
+@contextlib.contextmanager
+def hanging(storage: FaultyBackend) -> Iterator[threading.Event]:
+    """Nothing that it is asked comes back, until the event that this gives is set, or the end."""
+    release, count = threading.Event(), storage.count_leading
+
+    def count_leading(keys: Any, timeout: float) -> int:
+        release.wait(20)
+        return count(keys, timeout)
+
+    storage.count_leading = count_leading  # type: ignore[method-assign]
+    try:
+        yield release
+    finally:
+        release.set()
+
+
 class TestWhatIsKept:
     @pytest.mark.parametrize("field", ["extra_key", "cache_salt"])
     def test_names_of_megabytes_are_refused_before_anything_is_kept(self, cache: CacheRank, field: str) -> None:
@@ -115,7 +131,7 @@ class TestWhatIsKept:
         assert not cache.manager.controller.book.all()
 
     def test_the_pages_of_what_ended_are_bounded_not_only_its_number(self) -> None:
-        book = OperationBook(PrefetchLimits(), nullcontext(), lambda: 0.0)
+        book = OperationBook(PrefetchLimits(), contextlib.nullcontext(), lambda: 0.0)
         controller_pages = ["0" * 64] * 65_536
         kept: list[str] = []
         for _ in range(20):
@@ -154,15 +170,9 @@ class TestWhatIsKept:
 class TestOneCallerAndTheOthers:
     def test_operations_of_one_caller_leave_place_for_the_others(self, tmp_path: Path, storage: FaultyBackend) -> None:
         """They do not end: storage hangs."""
-        release, count = threading.Event(), storage.count_leading
-
-        def count_leading(keys: Any, timeout: float) -> int:
-            release.wait(20)
-            return count(keys, timeout)
-
-        storage.count_leading = count_leading  # type: ignore[method-assign]
         cache = opened(tmp_path, storage, Layout())
         with (
+            hanging(storage) as release,
             client_of(cache, "a") as greedy,
             client_of(cache, "b") as other,
             grpc.insecure_channel(cache.address) as channel,
@@ -179,6 +189,26 @@ class TestOneCallerAndTheOthers:
             release.set()
             wait_until(lambda: not cache.manager.controller.book.open())
             assert greedy.start_prefetch(pb.PromptPages(tokens=prompt(2, 9))).operation_id
+        cache.close()
+
+    def test_callers_together_leave_operations_to_the_engine_itself(
+        self, tmp_path: Path, storage: FaultyBackend
+    ) -> None:
+        """Four of them had all there are, and the engine's own prefetches were refused."""
+        cache = opened(tmp_path, storage, Layout())
+        with hanging(storage), grpc.insecure_channel(cache.address) as channel:
+            refusals = 0
+            for number in range(16):
+                asked = stub_of(channel, cache, ("a", "b", "c", "own")[number % 4])
+                try:
+                    asked.StartPrefetch(pb.StartPrefetchRequest(pages=pb.PromptPages(tokens=prompt(2, number + 1))))
+                except grpc.RpcError as error:
+                    refusals += 1
+                    assert error_from(error).metadata["scope"].startswith("cache operations")
+            assert refusals
+            for number in range(4):
+                own = Order(kind=OperationKind.PREFETCH, hashes=tuple(hashes_of(prompt(2, 100 + number))))
+                assert not cache.manager.start(own).ended
         cache.close()
 
     def test_watches_of_one_caller_lock_out_neither_others_nor_who_ends_an_operation(self, cache: CacheRank) -> None:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from kvgrpc.errors import Reason
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer import KVPoll
+from kvgrpc.transfer.runtime.death_proofs import NOTHING, DeathProofs, Resolved
 from kvgrpc.transfer.runtime.manager import ENTRIES_IN_A_TURN
-from kvgrpc.transfer.runtime.refusals import NOTHING, Refusals, Resolved
 from kvgrpc.v1 import common_pb2, error_reason_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
@@ -153,7 +153,7 @@ class TestPrefillsThatLie:
         loop = LoopThread.shared().loop
         answered: asyncio.Future[Resolved] = loop.create_future()
 
-        async def slow(refusals: Refusals, address: str) -> Resolved:
+        async def slow(refusals: DeathProofs, address: str) -> Resolved:
             return await asyncio.shield(answered)
 
         def silent(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
@@ -162,7 +162,7 @@ class TestPrefillsThatLie:
             yield pb.SessionResponse()
 
         before = session_tasks(decode)
-        monkeypatch.setattr(Refusals, "behind", slow)
+        monkeypatch.setattr(DeathProofs, "behind", slow)
         server = serve(silent)
         self.fails(self.meet(decode, server, room), Reason.PEER_LOST)
         wait_until(lambda: all(pair.ref != server.ref for pair in core_of(decode).pairs.values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +111,33 @@ def test_a_holder_that_says_to_be_another_or_of_any_size_is_not_believed(
     assert peer_of(taker)._staging.landing.taken == 0
 
 
+def test_nobody_puts_other_pages_under_a_prompt_that_somebody_else_had_counted(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has heard of a prompt's last page asks, between its question and its order, for other pages before it."""
+    holder, taker = fleet.pair()
+    wanted, others = hashes_of(prompt(4)), hashes_of(prompt(3, first=7))
+    for hashes in (wanted, others):
+        holder.fill(hashes)
+    poison = pb.CountPagesRequest(
+        identity=identity_to_pb(holder.manager.keys.identity),
+        page_hashes=[bytes.fromhex(each) for each in (*others, wanted[-1])],
+    )
+    holders = peer_of(taker)._holders
+    real = holders.lend
+
+    async def poisoned(*arguments: Any) -> Any:
+        stub = PullServiceStub(holders._channels.get(holder.address))
+        for name in (b"", b"x" * 32):
+            poison.prompt_name = name
+            assert (await stub.CountPages(poison, timeout=10.0)).host_pages == 3
+        return await real(*arguments)
+
+    monkeypatch.setattr(holders, "lend", poisoned)
+    assert pulled(taker, wanted).completed == 4
+    taker.assert_bytes(wanted)
+
+
 def test_a_loop_that_is_late_costs_no_landing_page(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     holder = fleet.open("holder")
     taker = fleet.open("taker", limits=replace(PATIENT, storage_timeout=1.0))
@@ -149,6 +177,22 @@ def test_the_memory_of_a_copy_that_runs_outlives_the_close(fleet: Fleet) -> None
     peer = peer_of(rank)
     with peer._staging._copying() as may:
         assert may
-        rank.rank.close(1.0)
+        closed = rank.rank.close(1.0)
         assert not peer.plane.closed
+        assert closed.listening and not closed.drained, "whoever closes is told that its memory is not free yet"
     assert not peer._staging.copy_out(0, ((0, 1),))
+    assert not rank.rank.close(5.0).listening
+    assert peer.plane.closed
+
+
+def test_who_asks_for_a_loan_by_anothers_room_takes_neither_its_pages_nor_its_row(fleet: Fleet) -> None:
+    holder = fleet.open("holder")
+    hashes = hashes_of(prompt(3))
+    holder.fill(hashes)
+    assert lend(holder, hashes, holder.rank.ref) == 3
+    with contextlib.suppress(grpc.RpcError):
+        lend(holder, hashes, holder.rank.ref)
+    wait_until(lambda: [row.lent for row in peer_of(holder).book.rows(open_only=True)] == [3])
+    wait_until(lambda: nothing_is_lent(holder), 30.0)
+    assert not peer_of(holder)._lender._lent_to
+    assert not peer_of(holder).book.rows(open_only=True)

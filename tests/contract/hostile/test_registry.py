@@ -11,7 +11,6 @@ import pytest
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import MAX_EPOCH, MAX_REGIONS, new_epoch
 from kvgrpc.registry import wire
-from kvgrpc.registry.servicer import REGIONS_IN_A_TURN
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
@@ -63,7 +62,7 @@ async def test_the_largest_registration_takes_many_turns_of_the_loop_and_others_
         assert len((await RegistryServiceStub(channel).Register(request, timeout=60)).leases) == 75
     await served.stop()
     assert sum(turns) == 300_000
-    assert max(turns) < REGIONS_IN_A_TURN + MAX_REGIONS
+    assert max(turns) <= 2 * 4_000  # a row alone takes longer than a piece of a turn may
 
 
 @pytest.mark.parametrize("ahead", [11 * 60, None])

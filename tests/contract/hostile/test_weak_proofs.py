@@ -12,7 +12,7 @@ import pytest
 
 from kvgrpc.errors import Reason
 from kvgrpc.transfer import KVPoll
-from kvgrpc.transfer.runtime.refusals import Refusals
+from kvgrpc.transfer.runtime.death_proofs import DeathProofs
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from tests.contract.hostile.conftest import ROOMS, TIMING
@@ -50,15 +50,15 @@ def serve(prefill: RankHost, memory: Memory) -> Iterator[Serve]:
 def proofs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What each refused dial of a peer that had welcomed was taken for."""
     seen: list[bool] = []
-    is_proof = Refusals.is_proof
+    is_proof = DeathProofs.is_proof
 
-    async def noted(self: Refusals, *arguments: Any, was_welcomed: bool) -> bool:
+    async def noted(self: DeathProofs, *arguments: Any, was_welcomed: bool) -> bool:
         found = await is_proof(self, *arguments, was_welcomed=was_welcomed)
         if was_welcomed:
             seen.append(found)
         return found
 
-    monkeypatch.setattr(Refusals, "is_proof", noted)
+    monkeypatch.setattr(DeathProofs, "is_proof", noted)
     return seen
 
 

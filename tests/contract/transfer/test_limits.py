@@ -19,7 +19,7 @@ from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillRoom
 from kvgrpc.transfer.runtime import decode_manager as decode_module
 from kvgrpc.transfer.runtime import prefill_manager as prefill_module
-from kvgrpc.transfer.runtime.refusals import MAX_LOOKUPS, NOTHING, Refusals
+from kvgrpc.transfer.runtime.death_proofs import MAX_LOOKUPS, NOTHING, DeathProofs
 from tests.contract.transfer_peers import receiver_of, sender_of
 from tests.support.rank_host import PAGES, RankHost
 from tests.support.waiting import wait_until
@@ -122,7 +122,12 @@ def test_an_engine_that_asks_faster_than_the_loop_works_is_refused_by_the_room(
     ],
 )
 def test_memory_that_one_call_lacks_fails_its_room_at_once_and_no_other(
-    pair: tuple[RankHost, RankHost], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, ends: str
+    pair: tuple[RankHost, RankHost],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    owner: Any,
+    name: str,
+    ends: str,
 ) -> None:
     """It fails on the loop, where the engine does not hear of it, and both ends waited for the room's deadline."""
     prefill, decode = pair
@@ -143,7 +148,9 @@ def test_memory_that_one_call_lacks_fails_its_room_at_once_and_no_other(
             sender.send([1])
         for handle in handles.values():
             wait_until(lambda: handle.poll() is KVPoll.Failed, 5.0)  # noqa: B023
-            assert handle.failure.reason is Reason.INTERNAL and handle.failure.metadata["requestId"]
+            assert handle.failure.reason is Reason.INTERNAL
+            causes = [record.getMessage() for record in caplog.records if record.exc_info]
+            assert handle.failure.metadata["requestId"] in " ".join(causes), "nobody finds what happened"
             wait_until(lambda: handle.release_safe)  # noqa: B023
     assert prefill.rank.transfer.errors + decode.rank.transfer.errors == 1
     later = received(pair, 2)
@@ -190,7 +197,7 @@ class TestRefusedDials:
         assert not await self.refuses(monkeypatch, listening=True)
 
     async def test_a_name_that_has_no_address_proves_nothing(self) -> None:
-        refusals = Refusals()
+        refusals = DeathProofs()
         assert not await refusals.is_proof(REF, "no-such-host.invalid:1", was_welcomed=False)
 
     async def test_a_name_that_means_another_address_than_at_the_welcome_proves_nothing(
@@ -198,7 +205,7 @@ class TestRefusedDials:
     ) -> None:
         """The address of a pod that was given away, a Service that has other endpoints."""
         for welcomed_at, proof in (("127.0.0.2", True), ("127.0.0.3", False), ("", False)):
-            refusals = Refusals()
+            refusals = DeathProofs()
             refusals.welcomed(REF, frozenset({(welcomed_at, 9)}) if welcomed_at else NOTHING)
             monkeypatch.setattr(socket, "getaddrinfo", names("127.0.0.2", port=9))
             assert await refusals.is_proof(REF, "a.example:9", was_welcomed=True) is proof
@@ -206,14 +213,14 @@ class TestRefusedDials:
             assert await refusals.is_proof(REF, "a.example:9", was_welcomed=False), "it was never told where to write"
 
     async def test_where_others_may_refuse_in_its_place_no_refusal_is_proof(self) -> None:
-        assert not await Refusals(prove=False).is_proof(REF, "127.0.0.2:9", was_welcomed=True)
-        assert await Refusals(prove=False).is_proof(REF, "127.0.0.2:9", was_welcomed=False)
+        assert not await DeathProofs(prove=False).is_proof(REF, "127.0.0.2:9", was_welcomed=True)
+        assert await DeathProofs(prove=False).is_proof(REF, "127.0.0.2:9", was_welcomed=False)
 
     async def test_a_resolver_that_hangs_holds_up_no_other_work_and_proves_nothing(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Checksums are compared, and what blocks is closed, on the threads that every part of a process shares."""
-        refusals, answered, running = Refusals(), threading.Event(), asyncio.get_running_loop()
+        refusals, answered, running = DeathProofs(), threading.Event(), asyncio.get_running_loop()
         with monkeypatch.context() as patched:
             patched.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(30.0) and [])
             began = time.monotonic()
@@ -227,7 +234,7 @@ class TestRefusedDials:
                 assert set(await asyncio.gather(*lookups)) == {NOTHING}
                 assert time.monotonic() - began < 10.0
                 assert not await refusals.is_proof(REF, "p0.example:9", was_welcomed=False)
-                assert refusals._lookups._calls == MAX_LOOKUPS  # those that hang, and no queue of those that gave up
+                assert refusals._lookups._places.count == MAX_LOOKUPS  # those that hang, and none that gave up
             finally:
                 answered.set()
         with monkeypatch.context() as patched:
@@ -237,7 +244,7 @@ class TestRefusedDials:
         assert await refusals.behind("p0.example:9") == NOTHING
 
     async def test_of_peers_that_are_forgotten_nothing_is_kept(self) -> None:
-        refusals = Refusals()
+        refusals = DeathProofs()
         refusals.welcomed(REF, frozenset({("127.0.0.2", 9)}))
         refusals.forget_all_but(())
         assert not refusals._welcomed
@@ -250,7 +257,7 @@ class TestRefusedDials:
             await server.wait_closed()
         monkeypatch.setattr(socket, "getaddrinfo", names("127.0.0.1", "127.0.0.2", port=port))
         began = time.monotonic()
-        refusals, address = Refusals(), f"two.example:{port}"
+        refusals, address = DeathProofs(), f"two.example:{port}"
         refusals.welcomed(REF, await refusals.behind(address))
         try:
             return await refusals.is_proof(REF, address, was_welcomed=True)

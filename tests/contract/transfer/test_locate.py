@@ -147,7 +147,7 @@ class TestDrain:
 
     def test_a_waiting_call_ends_and_a_room_that_is_here_is_still_found(self, leaving: RankHost, stub_of: Any) -> None:
         here, absent = next(ROOMS), next(ROOMS)
-        sender_of(leaving, here)
+        sender = sender_of(leaving, here)
         stub = stub_of(leaving)
         assert ask(stub, here) == [here]
         errors: list[KvGrpcError] = []
@@ -159,4 +159,5 @@ class TestDrain:
         waiting.join(LONG)
         assert errors[0].reason is Reason.SERVER_DRAINING
         assert ask(stub, absent, here) == [here]
+        assert sender.failure is None
         closing.join(LONG)

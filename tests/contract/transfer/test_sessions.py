@@ -350,7 +350,6 @@ class TestRooms:
         room = next(ROOMS)
         client.write(room, [1, 2, 3])
         prefill.send(room, [1, 2], last=False)
-        prefill.senders[room, 0].init(3, 0)
         client.room(room, lambda entry: entry.pages_done == 2)
         prefill.send_rest(room, 3)
         client.ended(room)
@@ -567,15 +566,14 @@ class TestRooms:
         try:
             client = dial(host).open()
             running, late = next(ROOMS), next(ROOMS)
-            client.write(running, [1])
+            client.write(running, [1, 2])
             host.send(running, [1], last=False)
             client.room(running, lambda entry: entry.pages_done == 1)
             host.rank._loop.loop.call_soon_threadsafe(core_of(host).drain)
-            client.write(late, [2])
+            client.write(late, [3])
             last = client.ended(late)
             assert (last.state, last.failure.reason) == (FAILED, Reason.SERVER_DRAINING)
-            host.senders[running, 0].init(1, 0)
-            host.senders[running, 0].send([])
+            host.send_rest(running, 2)
             assert client.ended(running).state == SUCCESS
         finally:
             host.close(1.0)

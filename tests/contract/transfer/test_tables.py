@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvgrpc.paging import numbers_token, page_token
 from kvgrpc.rpc.status import error_from
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.types import RoomKey
-from kvgrpc.transfer.runtime import manager
+from kvgrpc.transfer.runtime import room_tables
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.wire import layout_to_pb, rank_ref_to_pb
@@ -62,6 +63,19 @@ def refusal(call: Callable[..., Any], request: Any) -> KvGrpcError:
     with pytest.raises(grpc.RpcError) as caught:
         call(request, timeout=5)
     return error_from(caught.value)
+
+
+def hand_off(prefill: RankHost, decode: RankHost, pages: Sequence[int], after: float = 0.0) -> int:
+    """One that goes well, its pages sent ``after`` seconds; its room."""
+    room = next(ROOMS)
+    receiver = receiver_of(decode, f"{prefill.rank.address}/P", room)
+    receiver.init(list(pages), 0)
+    sender = sender_of(prefill, room)
+    sender.init(len(pages), 0)
+    time.sleep(after)  # how long prefill computes
+    sender.send(list(pages), is_last=True)
+    wait_until(lambda: (receiver.poll(), sender.poll()) == (KVPoll.Success, KVPoll.Success))
+    return room
 
 
 class TestTables:
@@ -150,7 +164,7 @@ class TestTables:
         for room in rooms:
             client.write(room, [1])
         wait_until(lambda: all(RoomKey(room) in core_of(prefill).rooms for room in rooms))
-        monkeypatch.setattr(manager, "_ROOMS_LOOKED_AT_IN_A_TURN", 8)
+        monkeypatch.setattr(room_tables, "_ROOMS_LOOKED_AT_IN_A_TURN", 8)
         turns = 0
 
         async def list_them() -> Any:
@@ -163,6 +177,65 @@ class TestTables:
 
         rows, total = prefill.rank._loop.run(list_them(), 5.0)
         assert [row.key.room for row in rows] == rooms[1:6] and turns >= total // 8
+
+    @pytest.mark.parametrize("side", ["prefill", "decode"])
+    def test_a_room_that_went_well_stays_listed_with_its_stages(
+        self, side: str, prefill: RankHost, decode: RankHost, stub_of: Any
+    ) -> None:
+        hosts = {"prefill": prefill, "decode": decode}
+        room = hand_off(prefill, decode, pages=[1, 2, 3])
+        all_are_gone(prefill, [room])
+        all_are_gone(decode, [room])
+        listed = stub_of(hosts[side]).ListRooms(pb.ListRoomsRequest(states=[SUCCESS], page_size=1000), timeout=5).rooms
+        (found,) = [each for each in listed if each.room == room]
+        peer = hosts["decode" if side == "prefill" else "prefill"].rank.ref
+        assert [part.peer for part in found.parts] == [rank_ref_to_pb(peer)]
+        assert (found.pages, found.held_pages, found.state) == (3, 0, SUCCESS)
+        assert found.end.bytes == 3 * sum(pool.page_bytes for pool in prefill.rank.transfer.config.pools)
+        stages = found.end.bootstrap_time, found.end.wait_time, found.end.transfer_time
+        took = sum(each.ToMicroseconds() for each in stages)
+        assert 0 < took <= found.age.ToMicroseconds() + 1000, "age is said in milliseconds"
+        speed = found.end.bytes / found.end.transfer_time.ToNanoseconds()
+        assert found.end.gigabytes_per_second == pytest.approx(speed, rel=0.01)
+        alone = stub_of(hosts[side]).GetRoom(pb.GetRoomRequest(room=room), timeout=5).room
+        assert (alone.end.bytes, alone.end.transfer_time) == (found.end.bytes, found.end.transfer_time)
+
+    @pytest.mark.parametrize("side", ["prefill", "decode"])
+    def test_the_slowest_rooms_come_first(self, side: str, prefill: RankHost, decode: RankHost, stub_of: Any) -> None:
+        rooms = [hand_off(prefill, decode, pages=[1], after=after) for after in (0.0, 0.3, 0.1)]
+        stub = stub_of(prefill if side == "prefill" else decode)
+        listed = stub.ListRooms(pb.ListRoomsRequest(slowest=True, page_size=1000), timeout=5).rooms
+        assert [each.room for each in listed if each.room in rooms] == [rooms[1], rooms[2], rooms[0]]
+        assert {each.state for each in listed} == {SUCCESS}
+        for wrong in ({"states": [FAILED]}, {"held_only": True}, {"newest_failed": True}, {"page_token": "x"}):
+            error = refusal(stub.ListRooms, pb.ListRoomsRequest(slowest=True, **wrong))
+            assert error.reason is Reason.INVALID_REQUEST
+
+    @pytest.mark.parametrize("side", ["prefill", "decode"])
+    def test_a_session_says_what_its_hand_offs_came_to(
+        self, side: str, prefill: RankHost, decode: RankHost, stub_of: Any
+    ) -> None:
+        here, there = (prefill, decode) if side == "prefill" else (decode, prefill)
+
+        def figures() -> Sequence[pb.HandOffFigures]:
+            sessions = stub_of(here).ListSessions(pb.ListSessionsRequest(page_size=1000), timeout=5).sessions
+            of_peer = [each for each in sessions if each.peer == rank_ref_to_pb(there.rank.ref)]
+            return (of_peer[0].since_start, of_peer[0].last_minute) if of_peer else (pb.HandOffFigures(),) * 2
+
+        before = [(each.succeeded, each.failed, each.bytes) for each in figures()]
+        page_bytes = sum(pool.page_bytes for pool in prefill.rank.transfer.config.pools)
+        for _ in range(3):
+            hand_off(prefill, decode, pages=[1, 2])
+        receiver = receiver_of(decode, f"{prefill.rank.address}/P", next(ROOMS))
+        wait_until(lambda: receiver.poll() is KVPoll.WaitingForInput)
+        receiver.init([3], 0)
+        named(prefill, receiver.room)
+        receiver.abort()
+        wanted = [(well + 3, failed + 1, nbytes + 6 * page_bytes) for well, failed, nbytes in before]
+        wait_until(lambda: [(each.succeeded, each.failed, each.bytes) for each in figures()] == wanted)
+        for each in figures():
+            assert 0 < each.p50.ToNanoseconds() <= each.p99.ToNanoseconds()
+            assert each.gigabytes_per_second > 0
 
     @pytest.mark.parametrize("side", ["prefill", "decode"])
     def test_bad_pages_are_refused_by_name(self, side: str, request: pytest.FixtureRequest, stub_of: Any) -> None:

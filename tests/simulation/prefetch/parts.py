@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvgrpc.prefetch.model import PageResult, Pages, PageStatus, Short
+from kvgrpc.prefetch.model import NotEnoughPages, PageResult, Pages, PageStatus
 from kvgrpc.prefetch.storage.base import MISSING, OK, failed, timed_out
 
 Broken = Callable[[str], None]
@@ -49,9 +49,9 @@ class Pool:
         self.content: dict[int, str] = {}
         self._broken = broken
 
-    def take(self, count: int) -> Pages | Short:
+    def take(self, count: int) -> Pages | NotEnoughPages:
         if count > len(self.free):
-            return Short(count - len(self.free))
+            return NotEnoughPages(count - len(self.free))
         taken = [self.free.pop() for _ in range(count)]
         self.reserved.update(taken)
         return np.array(taken, dtype=np.int64)
@@ -97,11 +97,11 @@ class Tree:
     def leading(self, hashes: Sequence[str]) -> int:
         return next((number for number, each in enumerate(hashes) if each not in self.pages), len(hashes))
 
-    def reserve(self, count: int, behind: Sequence[str]) -> Pages | Short:
+    def reserve(self, count: int, behind: Sequence[str]) -> Pages | NotEnoughPages:
         room = self.pool.take(count)
-        if isinstance(room, Short):
+        if isinstance(room, NotEnoughPages):
             kept = frozenset(behind)
-            while isinstance(room, Short) and self._evict_one(kept):
+            while isinstance(room, NotEnoughPages) and self._evict_one(kept):
                 room = self.pool.take(count)
         return room
 

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvgrpc.prefetch.model import OperationKind, OperationState, PageResult, Short, Stop
+from kvgrpc.prefetch.model import NotEnoughPages, OperationKind, OperationState, PageResult, Stop
 from kvgrpc.prefetch.protocol.backup import Backup
 from kvgrpc.prefetch.protocol.book import OperationBook
 from kvgrpc.prefetch.protocol.operation import (
@@ -31,7 +31,7 @@ from kvgrpc.prefetch.protocol.operation import (
     failed_pages,
 )
 from kvgrpc.prefetch.protocol.order import Order
-from kvgrpc.prefetch.protocol.prefetch import HostShare, Prefetch
+from kvgrpc.prefetch.protocol.prefetch import LET_GO_SECONDS, HostShare, Prefetch
 from kvgrpc.prefetch.protocol.votes import Decision, Stage
 from tests.simulation.prefetch.parts import GARBAGE, Pool, Store, Tree
 
@@ -66,7 +66,7 @@ class Shell:
         for prompt in HOST_PROMPTS:
             hashes = [f"{prompt}:{number}" for number in range(HOST_PROMPT_PAGES)]
             pages = self.pool.take(len(hashes))
-            assert not isinstance(pages, Short)
+            assert not isinstance(pages, NotEnoughPages)
             self.pool.content.update(zip(pages.tolist(), hashes, strict=True))
             self.pool.commit(pages)
             self.tree.keep(hashes, 0, pages)
@@ -121,6 +121,12 @@ class Shell:
         elif not operation.ended:
             self._broken(f"{operation.operation_id} was cut before its first read and waits")
 
+    def _must_have_let_go(self, operation: Operation) -> None:
+        if not (operation.finishing or operation.closing) and self._slept():
+            self._after(1.0, lambda: self._must_have_let_go(operation))
+        elif not (operation.finishing or operation.closing):
+            self._broken(f"{operation.operation_id} was cut and waits for a read that hangs")
+
     # Steps and their work.
 
     def step(self, operation: Operation, call: Callable[[], Any]) -> Any:
@@ -140,6 +146,8 @@ class Shell:
             else:
                 self._todo.append((operation, work))
                 self._after(self.world.random.uniform(0, 0.01), self._do_next)
+        if operation.cut and not before and isinstance(operation, Prefetch):
+            self._after(LET_GO_SECONDS + 0.6, lambda: self._must_have_let_go(operation))
         if self.share.held > self.share.pages and not before:
             self._broken(f"prefetches hold {self.share.held} of {self.share.pages} pages")
         return answer

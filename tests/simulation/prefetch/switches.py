@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from kvgrpc.prefetch.model import OperationState, PageOutcome, PageResult, Pages, Short, Stop
+from kvgrpc.prefetch.model import NotEnoughPages, OperationState, PageOutcome, PageResult, Pages, Stop
 from kvgrpc.prefetch.protocol.backup import Backup
 from kvgrpc.prefetch.protocol.operation import Operation, PageBatch, Reserve, Work
 from kvgrpc.prefetch.protocol.prefetch import Prefetch
@@ -71,8 +71,8 @@ class _ReadsOn(Prefetch):
 class _KeepsLateRoom(Prefetch):
     """Room that comes after a cancel is forgotten."""
 
-    def on_room(self, pages: Pages | Short) -> None:
-        if self.cut and not isinstance(pages, Short):
+    def on_room(self, pages: Pages | NotEnoughPages) -> None:
+        if self.cut and not isinstance(pages, NotEnoughPages):
             self._asked = 0
             self._leave()
             return
@@ -101,6 +101,13 @@ class _WaitsForLookUps(Prefetch):
         if self._cut_later:
             self._cut_later = False
             super().terminate(Stop.CANCELLED, 0.0)
+
+
+class _WaitsForReads(Prefetch):
+    """A cut waits for what is being read, however long that takes."""
+
+    def _await_reads(self, now: float) -> None:
+        """Nothing but the end of the reads ends them."""
 
 
 class _TrustsOthers(Backup):
@@ -148,6 +155,7 @@ _PREFETCHES: dict[str, type[Operation]] = {
     "room that comes after a cut goes back": _KeepsLateRoom,
     "its time ends it": _NoDeadline,
     "a cut before the first read waits for nobody": _WaitsForLookUps,
+    "a read that hangs holds nobody after a cut": _WaitsForReads,
     "fewer pages than storage has need a reason": _GivesNoReason,
 }
 _BACKUPS: dict[str, type[Operation]] = {

@@ -19,7 +19,9 @@ class Nothing:
 
     def __init__(self, *arguments: Any) -> None: ...
 
-    def run(self, began: float) -> None: ...
+    def open(self, began: float) -> None: ...
+
+    def run(self) -> None: ...
 
 
 def test_a_process_that_ends_later_adds_no_second_object(
@@ -41,7 +43,7 @@ def test_a_process_that_ends_later_adds_no_second_object(
 def test_a_demo_that_fails_says_how_long_it_took(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(demo: Any, began: float) -> None:
+    def fail(demo: Any) -> None:
         raise DemoFailed("the decode process ended")
 
     monkeypatch.setattr(runner, "Processes", contextlib.nullcontext)

@@ -50,6 +50,7 @@ def test_a_clear_that_never_ends_is_stopped(store: StorageBackend) -> None:
     assert not clearing.clear(store)
     began = time.monotonic()
     assert clearing.stop() and time.monotonic() - began < 5
+    assert "kvgrpc-clear" not in [thread.name for thread in threading.enumerate()]
     assert clearing.under_way, "nobody may find the pages"
 
 

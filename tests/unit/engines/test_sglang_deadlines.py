@@ -26,9 +26,14 @@ def test_prefill_waits_for_decode_as_long_as_sglang_says_and_for_its_own_half_as
     assert (timing.room_deadline, timing.unclaimed) == (9000, 6000)
 
 
-@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_without_them_the_deadlines_are_ours(role: Role) -> None:
-    assert timing_of(role, {}) == Timing()
+    unnamed = {"unnamed_after_loss": 100} if role is Role.PREFILL else {}
+    assert timing_of(role, {}) == Timing(**unnamed)
+
+
+def test_what_a_dead_decode_may_have_named_waits_no_longer_than_any_other_room() -> None:
+    assert timing_of(Role.PREFILL, {BOOTSTRAP_TIMEOUT: "5"}).unnamed_after_loss == 50
 
 
 @pytest.mark.parametrize("value", ["-1", "0", "1", "86401", "nan", "inf", "2.5", "soon", "", "9" * 5000])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvgrpc.engines.sglang.held import HeldRooms
+from kvgrpc.engines.sglang.held import RoomsAwaitingRelease
 
 
 @dataclass(eq=False)
@@ -13,7 +13,7 @@ class Receiver:
 
 
 def test_a_room_is_safe_when_nobody_writes_for_any_of_its_receivers() -> None:
-    held, first, second = HeldRooms(), Receiver(), Receiver(release_safe=True)
+    held, first, second = RoomsAwaitingRelease(), Receiver(), Receiver(release_safe=True)
     held.add(7, first)
     held.add(7, second)
     assert not held.safe(7), "the write for the first request still runs"
@@ -23,7 +23,7 @@ def test_a_room_is_safe_when_nobody_writes_for_any_of_its_receivers() -> None:
 
 
 def test_a_release_of_one_request_forgets_no_other_that_somebody_writes_for() -> None:
-    held, first, second = HeldRooms(), Receiver(), Receiver(release_safe=True)
+    held, first, second = RoomsAwaitingRelease(), Receiver(), Receiver(release_safe=True)
     held.add(7, first)
     held.add(7, second)
     held.clear(7)
@@ -34,7 +34,7 @@ def test_a_release_of_one_request_forgets_no_other_that_somebody_writes_for() ->
 
 
 def test_a_receiver_that_is_told_twice_is_held_once() -> None:
-    held, receiver = HeldRooms(), Receiver()
+    held, receiver = RoomsAwaitingRelease(), Receiver()
     held.add(7, receiver)
     held.add(7, receiver)
     assert len(held) == 1
@@ -42,7 +42,7 @@ def test_a_receiver_that_is_told_twice_is_held_once() -> None:
 
 def test_what_is_safe_and_never_asked_about_again_is_not_kept() -> None:
     """SGLang asks once more than it clears where its own time ran out first."""
-    held, unsafe = HeldRooms(), Receiver()
+    held, unsafe = RoomsAwaitingRelease(), Receiver()
     held.add(1, unsafe)
     most = 0
     for room in range(2, 20_000):
@@ -51,5 +51,5 @@ def test_what_is_safe_and_never_asked_about_again_is_not_kept() -> None:
         held.clear(room)
         receiver.release_safe = True
         most = max(most, len(held))
-    assert most <= 2 * HeldRooms.SWEPT_FROM
+    assert most <= 2 * RoomsAwaitingRelease.SWEPT_FROM
     assert not held.safe(1)

@@ -180,7 +180,7 @@ def test_bytes_that_are_no_batch_are_refused_and_nothing_worse(nonsense: bytes) 
         KVEventBatch(1.0, [BlockRemoved([2**64])]),
         KVEventBatch(1.0, [object()]),  # type: ignore[list-item]
     ],
-    ids=repr,
+    ids=["None", "{}", "text", "object", "a map", "a hash too large", "a batch of an object"],
 )
 def test_nonsense_is_an_exception_and_nothing_worse(nonsense: object) -> None:
     for dialect, encoding in FORMS:

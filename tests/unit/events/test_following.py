@@ -258,6 +258,18 @@ class TestSources:
         found = table.score(Question({0: [1, 2, 3, 4, 5]}, step=16), Wanted(), 0.0)
         assert [(at.engine, at.blocks) for at in found] == [("A", 2), ("B", 3)]
 
+    def test_a_chain_of_a_cache_s_own_is_in_its_blocks_whatever_step_the_others_have(self) -> None:
+        """The groups of the cache read it in steps of the other chain, beyond its end: IndexError."""
+        table = SourceTable()
+        follow(table, "A", 0, stored(7, 8, page_tokens=32), stored(8, group=1, kind="mamba", page_tokens=32))
+        follow(table, "B", 0, stored(2, 4, page_tokens=32))
+        follow(table, "C", 0, stored(1, 2, page_tokens=16), stored(2, group=1, kind="mamba"))
+        asked = Question({0: [1, 2, 3, 4], 32: [7, 8]}, step=16)
+        found = [(at.engine, at.blocks) for at in table.score(asked, Wanted(), 0.0)]
+        assert found == [("A", 2), ("C", 2)], "B has blocks of another chain"
+        has = {at.engine: at.match.storage for at in table.holdings(asked, Wanted(), 0.0)}
+        assert has == {"A": 2, "B": 0, "C": 2}
+
     def test_what_was_not_exact_for_too_long_is_left_out(self) -> None:
         table = SourceTable()
         core = follow(table, "A", 0, stored(1), now=10.0)
@@ -269,6 +281,14 @@ class TestSources:
         core.ended(1, None, 12.5)
         assert core.exact_at == 10.0 and table.score(asked, Wanted(max_staleness=3.0), 12.5)
         assert table.score(asked, Wanted(freshness=False), 12.5)[0].freshness is None
+
+    def test_nobody_is_sent_to_a_cache_that_does_not_answer(self) -> None:
+        table, asked = SourceTable(), Question({0: [1]})
+        core = follow(table, "A", 0, stored(1))
+        follow(table, "B", 0, stored(1))
+        core.ended(1, None, 5.0)
+        assert [at.engine for at in table.holdings(asked, Wanted(), 5.0)] == ["B"]
+        assert len(table.score(asked, Wanted(), 5.0)) == 2, "it may be back in a moment, and its state is told"
 
     def test_a_window_that_is_gone_makes_a_prefix_useless_and_a_state_ends_it(self) -> None:
         table = SourceTable()

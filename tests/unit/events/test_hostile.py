@@ -44,3 +44,22 @@ def test_a_group_that_no_message_holds_spoils_no_digest(group: int) -> None:
     assert batch is not None
     state.apply(batch.events)
     assert [(tier.group, tier.blocks) for tier in wire.digest_to_pb(state.digest()).tiers] == [(0, 1)]
+
+
+NESTED = [case for case in hostile() if "_nest" in case.name]
+
+
+@pytest.mark.parametrize("case", NESTED, ids=lambda case: case.name)
+@pytest.mark.parametrize("frames", [100, 600, 800])
+def test_how_deep_a_payload_may_nest_does_not_depend_on_the_stack_of_its_reader(case: Hostile, frames: int) -> None:
+    """Where the stack has no room for what others read, that is said, and not taken for another event."""
+
+    def below(left: int) -> KVEventBatch | None:
+        return below(left - 1) if left else read(case.payload)
+
+    try:
+        batch = below(frames)
+    except RecursionError:
+        assert case.events is not None and frames > 100
+    else:
+        assert (None if batch is None else tuple(type(event).__name__ for event in batch.events)) == case.events

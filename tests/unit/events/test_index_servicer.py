@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.following.index_servicer import ON_THE_LOOP_TOKENS, IndexServicer
 from kvgrpc.events.following.sources import CacheScore, Question, Source, Wanted
 from kvgrpc.observability import metrics
+from kvgrpc.rpc.callers import CALLER, Caller
 from kvgrpc.v1 import index_service_pb2 as pb
 from tests.support.scoring import question
 
@@ -28,6 +30,9 @@ class Asked:
     def ask(self, question: Question, wanted: Wanted) -> list[CacheScore]:
         self.hashes += map(list, question.chains.values())
         return []
+
+    def plan_in_steps(self, questions: Any, wanted: Wanted, *, reserve: bool = False) -> Iterator[Any]:
+        return ([] for _ in questions)
 
     def page_sizes(self, wanted: Wanted, model: str = "") -> set[int]:
         return {4, 16}
@@ -74,20 +79,36 @@ async def test_the_longest_prompt_of_the_loop_takes_many_turns_of_it(
     assert turns > 3
 
 
-async def test_long_prompts_go_on_one_at_a_time_and_a_short_one_waits_for_none() -> None:
+async def test_long_prompts_take_turns_and_a_short_one_waits_for_none() -> None:
     index = Asked()
     servicer, (long, hashes) = IndexServicer(index), vllm(1, "sha256_cbor")
     asking = [asyncio.ensure_future(score(servicer, long)) for _ in range(4)]
     await asyncio.sleep(0)  # each begins
+    await score(servicer, question(vllm=pb.VllmPrompt(token_ids=TOKENS[:16], page_tokens=16)))
+    assert len(index.hashes) == 1, "it was before the four"
     longest, before = 0.0, time.thread_time()
-    while not any(each.done() for each in asking):
+    while not all(each.done() for each in asking):
         await asyncio.sleep(0)
         longest, before = max(longest, time.thread_time() - before), time.thread_time()
-    await score(servicer, question(vllm=pb.VllmPrompt(token_ids=TOKENS[:16], page_tokens=16)))
-    assert len(index.hashes) == 2 and index.hashes[0] == hashes, "it was not before the other three"
-    await asyncio.gather(*asking)
     servicer.close()
+    assert index.hashes[1:] == [hashes] * 4
     assert longest < 0.06, "the longest turn, in which four of them had none of their 70 ms"
+
+
+async def test_however_many_long_prompts_one_caller_asks_another_has_every_second_turn() -> None:
+    """They came one after the other: whoever asked a ninth waited for eight."""
+    servicer, (long, _) = IndexServicer(Asked()), vllm(1, "sha256_cbor")
+
+    async def ask(name: str) -> None:
+        CALLER.set(Caller(name))
+        await score(servicer, long)
+
+    greedy = [asyncio.ensure_future(ask("greedy")) for _ in range(8)]
+    await asyncio.sleep(0)  # each begins
+    await asyncio.ensure_future(ask("other"))
+    assert not any(each.done() for each in greedy)
+    await asyncio.gather(*greedy)
+    servicer.close()
 
 
 async def test_blocks_too_long_for_a_turn_are_hashed_on_threads() -> None:
@@ -95,7 +116,7 @@ async def test_blocks_too_long_for_a_turn_are_hashed_on_threads() -> None:
     servicer, (request, hashes) = IndexServicer(index), vllm(ON_THE_LOOP_TOKENS, "sha256_cbor")
     asking = asyncio.ensure_future(score(servicer, request))
     await asyncio.sleep(0)
-    assert servicer._large._calls == 1
+    assert servicer._large._places.count == 1
     assert (await asking).prompts[0].blocks == 1 and index.hashes == [hashes]
     servicer.close()
 

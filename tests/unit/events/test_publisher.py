@@ -112,7 +112,11 @@ def test_raw_bytes_are_copied_from_a_buffer() -> None:
         assert live.sent[1] == (1, payload)
 
 
-@pytest.mark.parametrize("nonsense", [None, 7, object(), "text", KVEventBatch(1.0, [BlockRemoved([2**64])])], ids=repr)
+@pytest.mark.parametrize(
+    "nonsense",
+    [None, 7, object(), "text", KVEventBatch(1.0, [BlockRemoved([2**64])])],
+    ids=["None", "7", "object", "text", "a hash too large"],
+)
 def test_what_cannot_be_encoded_is_a_hole_and_a_clear(nonsense: object) -> None:
     with publisher() as opened:
         assert opened.publish(nonsense)

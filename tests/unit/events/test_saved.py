@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
+import time
 import zlib
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.events.following.saved import SavedCache, SavedCut, pack, unpack
 from kvgrpc.events.model import BlockRemoved, BlockStored
+
+SECONDS = 10.0
 
 blocks = st.lists(st.integers(0, 30) | st.integers(2**63, 2**63 + 9), min_size=1, max_size=8)
 media = st.sampled_from(["GPU", "CPU", "DISK", "odd"])
@@ -93,32 +97,48 @@ def test_what_is_no_saved_index_is_refused(data: bytes) -> None:
         b'{"magic": "kvgrpc index 1", "caches": [{"places": [["GPU", 0, 0, {"1": 10000000000}]]}]}',
     ],
 )
-def test_a_file_that_somebody_made_up_is_no_saved_index(
+async def test_a_file_that_somebody_made_up_is_no_saved_index(
     head: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its checksum is right; three of these raised before what the start of an index did not expect."""
     path = tmp_path / "index"
     path.write_bytes(head + b"\n" + zlib.crc32(head + b"\n").to_bytes(4, "little"))
-    assert SavedIndex(str(path)).read() == {}
+    assert await SavedIndex(str(path)).read(SECONDS) == {}
     assert "is no saved index" in caplog.text
 
 
-def test_saves_that_meet_come_one_after_the_other(
+async def test_saves_that_meet_come_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A close saves while the thread of an earlier save goes on."""
     saved, cut = SavedIndex(str(tmp_path / "index")), cut_of([[BlockStored(block_hashes=[1, 2], block_size=16)]])[0]
-    second = threading.Thread(target=saved.write, args=(cut,))
+    loop, second = asyncio.get_running_loop(), []
 
     def meet(file: int) -> None:
         monkeypatch.undo()
-        second.start()
-        second.join(0.3)  # without a turn it is through by then
+        second.append(asyncio.run_coroutine_threadsafe(saved.write(cut, SECONDS), loop))
+        time.sleep(0.3)  # without a turn it is through by then
 
     monkeypatch.setattr(os, "fsync", meet)
-    saved.write(cut)
-    second.join(60)
+    await saved.write(cut, SECONDS)
+    await asyncio.wrap_future(second[0])
     assert caplog.text == ""
-    assert list(saved.read()) == [("E", 0)]
-    assert [path.name for path in tmp_path.iterdir()] == ["index"]
+    assert list(await saved.read(SECONDS)) == [("E", 0)]
+    assert os.listdir(tmp_path) == ["index"]
     assert (tmp_path / "index").stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_file_system_that_hangs_is_waited_for_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start waited for ever, and so did the end of the process: for the thread."""
+    path = tmp_path / "index"
+    os.mkfifo(path)  # whoever reads it waits for a writer
+    assert await SavedIndex(str(path)).read(0.1) == {}
+    assert "is not read after 0.1 s" in caplog.text
+    waiting = [thread for thread in threading.enumerate() if thread.name == "kvgrpc-saved-index"]
+    assert waiting and all(thread.daemon for thread in waiting)
+    path.write_bytes(b"")
+    for thread in waiting:
+        thread.join(10)
+        assert not thread.is_alive()

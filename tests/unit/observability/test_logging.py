@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvgrpc.observability.logging import RateLimited, _Counts, drop_poller_noise, one_line
+from kvgrpc.errors import Failure, Reason
+from kvgrpc.observability.hand_offs import HandOff, HandOffs
+from kvgrpc.observability.logging import JsonLines, RateLimited, _Counts, drop_poller_noise, one_line
 from tests.support.waiting import wait_until
 
 logger = logging.getLogger("kvgrpc.test")
@@ -24,8 +27,16 @@ def heard(caplog: pytest.LogCaptureFixture) -> None:
 
 def told(caplog: pytest.LogCaptureFixture, shown: str) -> tuple[int, int]:
     """Lines of ``shown`` in the log, and those that are a number there."""
-    more = [text for text in caplog.messages if " more like these of " in text]
-    return caplog.messages.count(shown), sum(int(text.split()[0]) for text in more)
+    return ours(caplog).count(shown), sum(int(text.split()[0]) for text in counts_of(caplog))
+
+
+def counts_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for text in ours(caplog) if " more like these of " in text]
+
+
+def ours(caplog: pytest.LogCaptureFixture, name: str = logger.name) -> list[str]:
+    """What this file's logger said: what an earlier test left out may come as a count now."""
+    return [record.getMessage() for record in caplog.records if record.name == name]
 
 
 def test_many_lines_of_one_reason_become_a_count_when_their_time_is_over(caplog: pytest.LogCaptureFixture) -> None:
@@ -37,9 +48,7 @@ def test_many_lines_of_one_reason_become_a_count_when_their_time_is_over(caplog:
     wait_until(lambda: sum(told(caplog, "a room")) == 1000)
     assert told(caplog, "a room")[0] < 30
     assert "another reason has lines of its own" in caplog.messages
-    assert {text.split(" ", 1)[1] for text in caplog.messages if " more " in text} == {
-        "more like these of PEER_LOST in 2 s"
-    }
+    assert {text.split(" ", 1)[1] for text in counts_of(caplog)} == {"more like these of PEER_LOST in 2 s"}
     assert all(record.exc_info is None for record in caplog.records)
 
 
@@ -97,7 +106,7 @@ def test_the_next_line_of_a_kind_says_how_many_were_left_out_before_it(
         limited.warning("file", "the store is down")
     now = 131.0
     limited.warning("file", "the store is down")
-    assert caplog.messages == ["the store is down", "2 more like these of file in 30 s", "the store is down"]
+    assert ours(caplog) == ["the store is down", "2 more like these of file in 30 s", "the store is down"]
 
 
 def test_an_error_keeps_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
@@ -107,7 +116,7 @@ def test_an_error_keeps_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
             raise KeyError("lost")
         except KeyError:
             limited.exception("passes", "a pass failed")
-    (record,) = caplog.records
+    (record,) = [record for record in caplog.records if record.name == logger.name]
     assert record.levelno == logging.ERROR and "KeyError" in caplog.text
 
 
@@ -154,4 +163,29 @@ def test_what_several_loops_of_grpc_say_of_each_other_is_hidden(
 ) -> None:
     drop_poller_noise()
     logging.getLogger("asyncio").error("Exception in callback %s", where, exc_info=error)
-    assert bool(caplog.records) == is_said
+    assert bool(ours(caplog, "asyncio")) == is_said
+
+
+def test_a_record_is_one_line_of_json_with_what_it_is_about(caplog: pytest.LogCaptureFixture) -> None:
+    failure = Failure(Reason.PEER_LOST, "the peer is \x1b[31mgone\n")
+    traceparent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    room = HandOff(8123, 2, ["P/dp0/pp0/cp0/tp0@5"], 1.0, 0.0, 0.0, 1.25, 4, 4096, traceparent, failure)
+    HandOffs("decode", logger).failed(room)
+    line = JsonLines().format(caplog.records[-1])
+    fields = json.loads(line)
+    assert "\n" not in line and line.isascii()
+    assert (fields["level"], fields["logger"]) == ("WARNING", "kvgrpc.test")
+    assert (fields["room"], fields["attempt"], fields["reason"]) == (8123, 2, "PEER_LOST")
+    assert fields["trace_id"] == "4bf92f3577b34da6a3ce929d0e0e4736"
+    assert fields["peers"] == ["P/dp0/pp0/cp0/tp0@5"]
+    assert fields["message"].startswith("room 8123 attempt 2 failed at decode after 0.250 s: PEER_LOST")
+
+
+def test_json_has_the_traceback_of_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise ValueError("why")
+    except ValueError:
+        logger.exception("it failed")
+    fields = json.loads(JsonLines().format(caplog.records[-1]))
+    assert fields["message"] == "it failed" and "ValueError: why" in fields["exception"]
+    assert fields["time"].endswith("Z")

@@ -13,7 +13,8 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 from kvgrpc.errors import Failure, Reason
-from kvgrpc.observability.tracing import HandOff, Spans, spans_of
+from kvgrpc.observability.hand_offs import HandOff
+from kvgrpc.observability.tracing import Spans, spans_of
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 CANCELLED = Failure(Reason.ROOM_CANCELLED, "line\nbreak")
@@ -21,7 +22,8 @@ CANCELLED = Failure(Reason.ROOM_CANCELLED, "line\nbreak")
 
 def hand_off(failure: Failure | None = None) -> HandOff:
     now = time.monotonic()
-    return HandOff(5, 0, ["P"], now - 3000.0, now - 2000.0, now - 1000.0, 8, 4096, failure)
+    times = now - 3000.0, now - 2000.0, now - 1000.0, now
+    return HandOff(5, 0, ["P"], *times, 8, 4096, TRACEPARENT, failure)
 
 
 class Kept(SpanProcessor):
@@ -64,12 +66,12 @@ def test_without_an_sdk_the_engines_context_goes_through_as_it_is() -> None:
     spans = Spans("decode", "D")
     span, travels = spans.begin(TRACEPARENT, time.monotonic())
     assert travels == TRACEPARENT
-    spans.end(span, travels, hand_off(CANCELLED))
+    spans.end(span, hand_off(CANCELLED))
 
 
 def test_a_span_lasts_from_the_handle_to_the_end_and_its_events_lie_between(kept: Kept) -> None:
     spans = Spans("prefill", "P")
-    spans.end(None, TRACEPARENT, hand_off())
+    spans.end(None, hand_off())
     (span,) = kept.spans
     ready, moving = (event.timestamp for event in span.events)
     thousand = 1000 * 10**9
@@ -79,7 +81,7 @@ def test_a_span_lasts_from_the_handle_to_the_end_and_its_events_lie_between(kept
 
 
 def test_a_failure_is_the_status_in_one_line(kept: Kept) -> None:
-    Spans("prefill", "P").end(None, TRACEPARENT, hand_off(CANCELLED))
+    Spans("prefill", "P").end(None, hand_off(CANCELLED))
     assert kept.spans[0].status.description == r"ROOM_CANCELLED: line\nbreak"
 
 
@@ -92,5 +94,5 @@ def test_an_sdk_that_raises_is_said_in_the_log_and_in_nobodys_room(
         for _ in range(100):
             span, travels = spans.begin(TRACEPARENT, time.monotonic())
             assert (span is None, travels == TRACEPARENT) == (where == "start", where == "start")
-            spans.end(span, travels, hand_off())
+            spans.end(span, hand_off())
     assert 1 <= len(caplog.records) <= 5

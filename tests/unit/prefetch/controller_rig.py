@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvgrpc.prefetch.model import OperationState, PrefetchLimits, Short
+from kvgrpc.prefetch.model import NotEnoughPages, OperationState, PrefetchLimits
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import PageShape
 from kvgrpc.prefetch.protocol.operation import Operation
@@ -62,7 +62,7 @@ class Rig:
 
     def on_host(self, names: Sequence[str]) -> Any:
         pages = self.host.table.take(len(names))
-        assert not isinstance(pages, Short)
+        assert not isinstance(pages, NotEnoughPages)
         for page, name in zip(pages, names, strict=True):
             self.host.set_flat(int(page), content(name))
         self.host.table.commit(pages)

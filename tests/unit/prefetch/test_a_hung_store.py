@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvgrpc.prefetch.model import OperationState, Stop, StopPolicy
+from kvgrpc.prefetch.model import OperationState, PageOutcome, Stop, StopPolicy
 from kvgrpc.prefetch.storage.base import StorageBackend
 from tests.support.faults.storage import Fault
 from tests.support.waiting import wait_until
@@ -32,6 +32,12 @@ class Hung:
 
     def end(self) -> None:
         self._over.set()
+
+    def hang_at(self, call: str, key: str, slow: str) -> Fault | None:
+        """Ignores its time-out at that page."""
+        if call == "read" and key == slow:
+            self._over.wait(HANG_SECONDS)
+        return None
 
     def _hang(self, call: str, key: str) -> Fault | None:
         if call == "count":
@@ -85,3 +91,53 @@ def test_a_prefetch_that_has_read_hands_over_although_every_look_up_hangs(hung: 
     assert rig.ended(first).state is OperationState.DONE
     assert all(each.state is OperationState.QUERYING for each in stuck)
     assert rig.take() == hung.names
+
+
+def test_a_read_that_hangs_holds_a_request_no_longer_than_its_policy_and_has_its_pages_to_itself(
+    hung: Hung,
+) -> None:
+    """The first batch comes, a page of the second does not."""
+    rig, slow = hung.rig, f"key-{hung.names[5]}"
+    rig.storage.fault = lambda call, key: hung.hang_at(call, key, slow)
+    first = rig.controller.prefetch(hung.names)
+    wait_until(lambda: first.completed == 4)
+    began = time.monotonic()
+    wait_until(lambda: rig.controller.poll(first, StopPolicy.TIMEOUT))
+    took = time.monotonic() - began
+    row = rig.controller.poll(first, StopPolicy.TIMEOUT)
+    assert POLICY_SECONDS <= took < 2.5, "half of what one call of storage may take"
+    assert row is not None and (row.state, row.completed, row.stop) == (OperationState.ENDING, 4, Stop.DEADLINE)
+    assert rig.take() == hung.names[:4], "what arrived is the request's"
+    assert rig.host.table.counts()["reserved"] == 4 and not first.ended
+    hung.end()
+    assert rig.ended(first).outcomes[5] is PageOutcome.TIMEOUT
+    assert (first.state, first.completed) == (OperationState.EXPIRED, 4)
+    assert rig.take() == [], "what came late is nobody's"
+    rig.nothing_is_left()
+
+
+@pytest.mark.parametrize("hangs", ["count", "read", "write"])
+def test_health_says_so_while_all_threads_of_storage_hang_past_their_time_out(hangs: str) -> None:
+    limits = replace(LIMITS, storage_timeout=0.1)
+    rig, over = Rig(limits), threading.Event()
+    names = [rig.stored(hashes(4, name)) for name in "abcdefgh"[: max(limits.readers, limits.writers)]]
+    pages = [rig.on_host(each) for each in names] if hangs == "write" else []
+    rig.storage.fault = lambda call, key: Fault() if call == hangs and not over.wait(HANG_SECONDS) else None
+    try:
+        if hangs == "write":
+            begun = [rig.controller.write_storage(each, page) for each, page in zip(names, pages, strict=False)]
+        else:
+            begun = [rig.controller.prefetch(each) for each in names[:1]]
+            time.sleep(4 * limits.storage_timeout)  # a while in which health must not fall: one thread hangs, not all
+            assert rig.controller.healthy, "one thread of several"
+            begun += [rig.controller.prefetch(each) for each in names[1:]]
+        wait_until(lambda: not rig.controller.healthy)
+        over.set()
+        wait_until(lambda: rig.controller.healthy)
+        for operation in begun:
+            rig.ended(operation)
+    finally:
+        over.set()
+        for page in pages:
+            rig.host.table.release(page)
+        rig.close()

@@ -11,7 +11,7 @@ import pytest
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Tier
-from kvgrpc.prefetch.model import Short
+from kvgrpc.prefetch.model import NotEnoughPages
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import PageShape
 from kvgrpc.prefetch.tree.cache import NODES_AT_ONCE, TieredCache
@@ -32,7 +32,7 @@ def cache() -> Iterator[TieredCache]:
     cache = TieredCache(host)
     for number in range(PROMPTS):
         pages = host.table.take(2)
-        assert not isinstance(pages, Short)
+        assert not isinstance(pages, NotEnoughPages)
         host.table.commit(pages)
         cache.keep(prompt(number), 0, pages, key_of(number))
     yield cache
@@ -71,17 +71,17 @@ def test_room_that_cannot_be_had_is_refused_without_a_look_at_what_is_there(
     cache.pin(prompt(3), 60.0)
     with monkeypatch.context() as patched:
         patched.setattr(EvictionQueue, "victims", None)
-        assert cache.reserve(PAGES, ()) == Short(3)
-        assert cache.reserve(PAGES, prompt(1)) == Short(5)
+        assert cache.reserve(PAGES, ()) == NotEnoughPages(3)
+        assert cache.reserve(PAGES, prompt(1)) == NotEnoughPages(5)
         read = [cache.pages_of(prompt(number)) for number in range(10, PROMPTS)]
-        assert cache.reserve(21, ()) == Short(1)
-    assert cache.reserve(20, ()) == Short(3)
+        assert cache.reserve(21, ()) == NotEnoughPages(1)
+    assert cache.reserve(20, ()) == NotEnoughPages(3)
     for pages in read:
         cache.host.table.end_read(pages)
     cache.release(held)
     cache.pin(prompt(3), 0.0)
     room = cache.reserve(PAGES, ())
-    assert not isinstance(room, Short)
+    assert not isinstance(room, NotEnoughPages)
     cache.host.table.release(room)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvgrpc.errors import InvalidRequest, PageStateInvalid
-from kvgrpc.prefetch.model import Short
+from kvgrpc.prefetch.model import NotEnoughPages
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import DTYPE_BYTES, Component, HostLayout, PageShape
 
@@ -38,7 +38,7 @@ def test_pages_share_no_byte_and_lie_in_the_pool(pool: HostPool) -> None:
 
 def test_a_flat_page_comes_back_as_it_was_and_touches_no_other(pool: HostPool) -> None:
     pages = pool.table.take(pool.pages)
-    assert not isinstance(pages, Short)
+    assert not isinstance(pages, NotEnoughPages)
     rng = np.random.default_rng(1)
     data = {int(page): rng.integers(0, 256, pool.shape.page_bytes, dtype=np.uint8) for page in pages}
     for page, each in data.items():
@@ -76,7 +76,7 @@ def test_a_page_of_another_size_is_refused() -> None:
 def test_a_pool_is_not_unmapped_while_a_page_may_still_be_written() -> None:
     pool = HostPool(SHAPES["mha"], 2)
     pages = pool.table.take(1)
-    assert not isinstance(pages, Short)
+    assert not isinstance(pages, NotEnoughPages)
     assert not pool.close()
     pool.table.release(pages)
     assert pool.close() and pool.close()

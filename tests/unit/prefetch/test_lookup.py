@@ -10,7 +10,7 @@ import pytest
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.prefetch.config import PrefetchConfig
 from kvgrpc.prefetch.manager import PrefetchManager
-from kvgrpc.prefetch.model import OperationState, Short, Stop
+from kvgrpc.prefetch.model import NotEnoughPages, OperationState, Stop
 from kvgrpc.prefetch.pools.pages import Pages
 from kvgrpc.prefetch.tree.keeper import Keeper, Landed
 from tests.support.faults.storage import memory_backend
@@ -28,8 +28,8 @@ class RadixCache:
     def leading(self, hashes: Sequence[str]) -> int:
         return min(self.near, len(hashes))
 
-    def reserve(self, count: int, behind: Sequence[str]) -> Pages | Short:
-        return Short(count)
+    def reserve(self, count: int, behind: Sequence[str]) -> Pages | NotEnoughPages:
+        return NotEnoughPages(count)
 
     def keep(self, hashes: Sequence[str], covered: int, pages: Pages, extra_key: str) -> int:
         return 0

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, PrefetchLimits, Short, Stop
+from kvgrpc.prefetch.model import NotEnoughPages, OperationKind, OperationState, PageOutcome, PrefetchLimits, Stop
 from kvgrpc.prefetch.protocol.backup import Backup
 from kvgrpc.prefetch.protocol.book import OperationBook
 from kvgrpc.prefetch.protocol.operation import End, Keep, Operation, Release, Reserve, Say, Work
@@ -188,9 +188,9 @@ def test_a_keeper_that_lacks_room_is_asked_for_less_until_it_is_not_worth_it() -
     found(operation, 10)
     agreed(operation)
     assert work(operation, Reserve).count == 10
-    operation.on_room(Short(4))
+    operation.on_room(NotEnoughPages(4))
     assert work(operation, Reserve).count == 6 and operation.share.held == 6
-    operation.on_room(Short(6))
+    operation.on_room(NotEnoughPages(6))
     assert operation.take_work()[-1] == End(OperationState.DECLINED, Stop.CAPACITY)
     assert operation.share.held == 0
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvgrpc.errors import PageStateInvalid
-from kvgrpc.prefetch.model import Short
+from kvgrpc.prefetch.model import NotEnoughPages
 from kvgrpc.prefetch.pools.pages import PageState, PageTable, as_pages
 
 
 def taken(table: PageTable, count: int) -> np.ndarray:
     pages = table.take(count)
-    assert not isinstance(pages, Short)
+    assert not isinstance(pages, NotEnoughPages)
     return pages
 
 
@@ -60,7 +60,7 @@ class TestOwners:
         table = PageTable(4, "pool")
         taken(table, 3)
         answer = table.take(3)
-        assert answer == Short(2) and not answer
+        assert answer == NotEnoughPages(2) and not answer
         assert table.free_count == 1
 
 
@@ -81,9 +81,9 @@ class Owners(RuleBasedStateMachine):
         answer = self.table.take(count)
         free = self.PAGES - len(self.reserved) - len(self.present)
         if count > free:
-            assert answer == Short(count - free)
+            assert answer == NotEnoughPages(count - free)
         else:
-            assert not isinstance(answer, Short)
+            assert not isinstance(answer, NotEnoughPages)
             assert not set(answer.tolist()) & {*self.reserved, *self.present}
             self.reserved += answer.tolist()
 

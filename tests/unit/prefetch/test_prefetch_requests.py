@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, OperationNotFound, RequestIdReused, TooManyRequests
-from kvgrpc.prefetch.model import OperationState, Short, Stop
+from kvgrpc.prefetch.model import NotEnoughPages, OperationState, Stop
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.runtime.controller import CacheController
 from tests.support.faults.storage import HANG, Fault
@@ -177,7 +177,7 @@ class TestDeclining:
         controller = CacheController(host, None, lambda page_hash, extra_key: page_hash)
         assert controller.prefetch(hashes(4)).stop is Stop.BACKEND_DOWN
         pages = host.table.take(1)
-        assert not isinstance(pages, Short)
+        assert not isinstance(pages, NotEnoughPages)
         host.table.commit(pages)
         with pytest.raises(FeatureDisabled):
             controller.write_storage(hashes(1), pages)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvgrpc.prefetch.model import OperationState, PageOutcome, PrefetchLimits, Short, Stop
+from kvgrpc.prefetch.model import NotEnoughPages, OperationState, PageOutcome, PrefetchLimits, Stop
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages
 from kvgrpc.prefetch.pools.shape import PageShape
@@ -59,7 +59,7 @@ class Rig:
 
     def _pages(self, count: int) -> Pages:
         pages = self.host.table.take(count)
-        assert not isinstance(pages, Short)
+        assert not isinstance(pages, NotEnoughPages)
         self.host.table.commit(pages)
         return pages
 

@@ -12,7 +12,7 @@ from kvgrpc.hashing import page_hashes, storage_seed
 from kvgrpc.model import RankId, RankRef, Tier
 from kvgrpc.prefetch.config import PrefetchConfig
 from kvgrpc.prefetch.manager import PrefetchManager
-from kvgrpc.prefetch.model import Short
+from kvgrpc.prefetch.model import NotEnoughPages
 from kvgrpc.prefetch.pools.shape import PageShape
 from kvgrpc.prefetch.storage.base import Removed, StorageDown
 from kvgrpc.prefetch.storage.flat import FlatBackend
@@ -43,7 +43,7 @@ class Rig:
 
     def fill(self, names: Sequence[str], extra_key: str = "") -> None:
         pages = self.manager.host.table.take(len(names))
-        assert not isinstance(pages, Short)
+        assert not isinstance(pages, NotEnoughPages)
         self.manager.host.table.commit(pages)
         self.manager.known_cache().keep(names, 0, pages, extra_key)
 

@@ -39,6 +39,7 @@ class _Cache:
 
     def __init__(self) -> None:
         self.broken = True
+        self.held = 0
         self.page = ctypes.create_string_buffer(PAGE_BYTES)
 
     def count(self, hashes: Sequence[str]) -> int:
@@ -46,6 +47,7 @@ class _Cache:
 
     @contextmanager
     def reading(self, hashes: Sequence[str]) -> Iterator[Sequence[int]]:
+        self.held = len(hashes)
         yield range(len(hashes))
 
     def buffers(self, page: int) -> PageBuffers:
@@ -103,3 +105,12 @@ def test_pages_of_a_loan_that_could_not_be_copied_are_free_again(staging: Stagin
     with pytest.raises(ServerDraining):
         lender.lend(["a", "b"], 0, 1, taker)
     assert staging.lending.taken == 0 and not lender._lent_to
+
+
+def test_a_cache_is_held_for_no_more_pages_than_can_be_lent(staging: Staging) -> None:
+    """An engine pins what is read: a prompt of 60,000 pages, of which a loan has room for a few."""
+    cache, taker = _Cache(), RankRef(RankId("taker"), 1)
+    lender = Lender(cache, staging, object(), PullBook(PAGE_BYTES))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError):
+        lender.lend([f"{number}" for number in range(60_000)], 5, 1, taker)
+    assert cache.held == 5 + staging.lending.size // 2

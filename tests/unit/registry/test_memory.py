@@ -102,8 +102,9 @@ class TestRegister:
             known.register([row(engine, epoch=6)])
             known.deregister([row(engine, epoch=6).ref])
         known.register([row("A", epoch=5)])
-        with pytest.raises(StaleEpoch):
-            known.register([row("C", epoch=5)])
+        for engine in ("B", "C"):
+            with pytest.raises(StaleEpoch):
+                known.register([row(engine, epoch=5)])
 
     def test_the_row_of_one_incarnation_never_changes(self, known: MemoryRegistry) -> None:
         known.register([row(port=1, data_plane="a")])
@@ -450,7 +451,8 @@ def resolve(
     found = known.table.select(engine, role, selectors)
     if found is None:
         raise absence(known, engine, role)
-    return found
+    view, matching = found
+    return replace(view, rows=tuple(row for row in matching if row is not None))
 
 
 def changes(known: MemoryRegistry) -> list[EngineChange]:

@@ -32,6 +32,11 @@ def fill(known: MemoryRegistry) -> int:
         count += 1
 
 
+def held(known: MemoryRegistry) -> tuple[int, int]:
+    """Rows and engines that somebody has."""
+    return known._owners._rows.count, known._owners._engines.count
+
+
 def test_one_caller_leaves_rows_and_engines_to_others() -> None:
     clock = HandClock()
     for known in (registry(clock, max_rows=64), registry(clock, max_engines=64)):
@@ -47,10 +52,11 @@ def test_what_ran_out_or_was_taken_back_is_nobodys() -> None:
     assert fill(known) == 32
     clock.now += TTL + 1
     known.expire()
-    assert (known._row_shares.count, known._engine_shares.count, known._engine_owners) == (0, 0, {})
+    assert held(known) == (0, 0)
     (lease,) = known.register([row()])
     known.deregister([lease.ref])
-    assert (known._row_shares.count, known._engine_shares.count, known._row_owners) == (0, 0, {})
+    assert held(known) == (0, 0)
+    assert not known._owners._of_rows and not known._owners._of_engines
 
 
 def test_a_caller_with_its_whole_share_may_come_back_as_another_incarnation() -> None:
@@ -59,7 +65,7 @@ def test_a_caller_with_its_whole_share_may_come_back_as_another_incarnation() ->
     again = [row(engine=f"greedy-{number}", epoch=2) for number in range(count)]
     assert len(known.register(again)) == count
     assert known.register(again), "a renewal takes no place"
-    assert (known._row_shares.count, known._engine_shares.count) == (count, count)
+    assert held(known) == (count, count)
     with pytest.raises(TooManyRequests):
         known.register([row(engine="one-more"), *again])
-    assert (known._row_shares.count, known._engine_shares.count) == (count, count)
+    assert held(known) == (count, count)

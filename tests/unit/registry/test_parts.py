@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import base64
+import itertools
+from collections.abc import Sequence
 
 import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvgrpc.client.engine_mirror import EngineMirror
 from kvgrpc.errors import AddressNotAllowed, InvalidRequest, KvGrpcError, PeerUnreachable, WarmingUp
 from kvgrpc.model import Layout, Role
 from kvgrpc.paging import numbers_token, page_token, read_numbers_token, read_page_token
-from kvgrpc.registry import wire
+from kvgrpc.registry import feed, wire
 from kvgrpc.registry.calls import domain_errors, pause_before
 from kvgrpc.registry.clock import MAX_STEP_SECONDS, RunningClock
 from kvgrpc.registry.engine import LeasedRow, RegisteredEngine, SharedShape
 from kvgrpc.registry.feed import Feed
 from kvgrpc.registry.model import Endpoints, EngineFilter, RankRow, RankSelector, ResolvedEngine
+from kvgrpc.registry.table import EngineTable
 from kvgrpc.rpc.status import trailing
+from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.wire import pool_to_pb
 from tests.unit.registry.builders import HandClock, pool, registry, row
@@ -94,7 +99,7 @@ def test_the_pool_cache_is_bounded() -> None:
     assert pools.decode(pool_to_pb(pool(pages=1)), "pools[0]") is not kept[0]
     assert pools.decode(pool_to_pb(pool(pages=2)), "pools[0]") is kept[1]
     for made in kept:
-        assert pools.encode(made).pages == made.pages
+        assert common_pb2.PagePool.FromString(pools.encode(made)).pages == made.pages
 
 
 def test_rows_engines_and_selectors_survive_the_wire() -> None:
@@ -285,7 +290,59 @@ async def test_a_reader_of_one_engine_costs_what_that_has_whatever_else_is_there
         (EngineFilter(), ["A", "B", "C"]),
     ):
         looked.clear()
-        messages, _ = Feed(only, lambda: known.table, wire.PoolCache()).behind(-1)
+        messages, _ = await Feed(only, lambda: known.table, wire.PoolCache()).behind(-1)
         read = [pb.WatchEnginesResponse.FromString(message) for message in messages]
         assert [change.engine.name for message in read for change in message.changes] == names
         assert looked == names
+
+
+async def test_a_reader_gets_the_full_state_though_more_changes_meanwhile_than_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second change is larger than all that is kept, so it is let go before the reader comes to it."""
+    monkeypatch.setattr(feed, "MAX_LOG_BYTES", 2_000)
+    monkeypatch.setattr(feed, "MAX_MESSAGE_BYTES", 800)
+    known = EngineTable()
+    leases = itertools.count(1)
+
+    def register(*rows: RankRow) -> None:
+        for each in rows:
+            known.add(each, next(leases), 1e9)
+        told.publish(known.take_changes())
+
+    told = Feed(EngineFilter(), lambda: known, wire.PoolCache())
+    register(row("A"))
+    state_of = told._state_of
+
+    async def meanwhile(engines: Sequence[ResolvedEngine]) -> list[bytes]:
+        state = await state_of(engines)
+        if known.engine("large") is None:
+            register(row("small"))
+            register(*(row("large", dp=dp, layout=Layout(dp=40)) for dp in range(40)))
+        return state
+
+    monkeypatch.setattr(told, "_state_of", meanwhile)
+    mirror = EngineMirror()
+    messages, _ = await told.behind(-1)
+    for message in messages:
+        mirror.apply(pb.WatchEnginesResponse.FromString(message))
+    assert mirror.complete
+    assert {name: len(engine.rows) for name, engine in mirror.engines.items()} == {"A": 1, "small": 1, "large": 40}
+
+
+async def test_a_reader_that_reads_nothing_costs_no_more_rows_than_the_log_may_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not only what is encoded counts: ranks that come and go were all kept for it."""
+    monkeypatch.setattr(feed, "MAX_LOG_BYTES", 100 * feed._ROW_BYTES)
+    known = registry(HandClock())
+    told, mirror = Feed(EngineFilter(), lambda: known.table, wire.PoolCache()), EngineMirror()
+    _, position = await told.behind(-1)
+    for epoch in range(1, 31):
+        known.register([row(dp=dp, epoch=epoch, layout=Layout(dp=20)) for dp in range(20)])
+        told.publish(known.table.take_changes())
+    assert sum(len(each._change.engine.rows) for each in told._log) <= 100
+    messages, _ = await told.behind(position)
+    for message in messages:
+        mirror.apply(pb.WatchEnginesResponse.FromString(message))
+    assert [each.rank.epoch for each in mirror.engines["P"].rows] == 20 * [30]

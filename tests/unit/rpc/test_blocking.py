@@ -32,30 +32,30 @@ async def settle() -> None:
 async def ended(calls: BlockingCalls) -> None:
     """Once none runs any more."""
     end = time.monotonic() + 20
-    while calls._calls:  # threads end them
+    while calls._places.count or calls._free.count:  # threads end them
         assert time.monotonic() < end, "a call still runs"
         await asyncio.sleep(0.001)
 
 
 async def test_a_caller_with_calls_that_hang_leaves_threads_and_places_to_the_others() -> None:
-    calls, release = BlockingCalls("test", "calls", threads=4, most=8, per_caller=5), threading.Event()
-    hanging = [begin("greedy", calls, lambda: release.wait(20)) for _ in range(5)]
+    calls, release = BlockingCalls("test", "calls", threads=4, most=8), threading.Event()
+    hanging = [begin("greedy", calls, lambda: release.wait(20)) for _ in range(4)]
     await settle()
     with pytest.raises(TooManyRequests) as refused:
         await run_as("greedy", calls, lambda: None)
-    assert refused.value.metadata == {"limit": "5", "value": "6", "scope": "calls of one caller"}
+    assert refused.value.metadata == {"limit": "4", "value": "5", "scope": "calls of one caller"}
     assert await asyncio.wait_for(run_as("other", calls, lambda: 7), 10) == 7
     release.set()
     assert all(await asyncio.gather(*hanging))
-    assert not calls._shares and not calls._calls
+    await ended(calls)
     calls.close()
 
 
 async def test_all_callers_together_are_bounded_too() -> None:
-    calls, release = BlockingCalls("test", "calls", threads=2, most=2, per_caller=2), threading.Event()
+    calls, release = BlockingCalls("test", "calls", threads=2, most=2), threading.Event()
     hanging = [begin(name, calls, lambda: release.wait(20)) for name in ("a", "b")]
     await settle()
-    with pytest.raises(TooManyRequests, match="2 calls wait"):
+    with pytest.raises(TooManyRequests, match="2 calls are there already"):
         await run_as("c", calls, lambda: None)
     release.set()
     await asyncio.gather(*hanging)
@@ -64,13 +64,13 @@ async def test_all_callers_together_are_bounded_too() -> None:
 
 async def test_who_goes_away_counts_until_the_thread_is_free() -> None:
     """Else one could have all threads by calling and leaving."""
-    calls, release = BlockingCalls("test", "calls", threads=4, most=8, per_caller=3), threading.Event()
+    calls, release = BlockingCalls("test", "calls", threads=4, most=8), threading.Event()
     hanging = [begin("greedy", calls, lambda: release.wait(20)) for _ in range(3)]
     await settle()
     for task in hanging:
         task.cancel()
     await asyncio.gather(*hanging, return_exceptions=True)
-    assert calls._calls == 2, "the third never had a thread"
+    assert calls._places.count == 2, "the third never had a thread"
     release.set()
     await ended(calls)
     assert await run_as("greedy", calls, lambda: 1) == 1
@@ -78,7 +78,7 @@ async def test_who_goes_away_counts_until_the_thread_is_free() -> None:
 
 
 async def test_what_a_call_raises_is_the_callers() -> None:
-    calls = BlockingCalls("test", "calls", threads=1, most=1, per_caller=1)
+    calls = BlockingCalls("test", "calls", threads=1, most=1)
 
     def fails() -> None:
         raise OSError("disk")
@@ -92,7 +92,7 @@ async def test_what_a_call_raises_is_the_callers() -> None:
 
 async def test_a_call_for_which_there_was_no_thread_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each took one for good: in the end every caller was refused."""
-    calls = BlockingCalls("test", "calls", threads=2, most=2, per_caller=1)
+    calls = BlockingCalls("test", "calls", threads=2, most=2)
 
     def no_thread(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -102,6 +102,6 @@ async def test_a_call_for_which_there_was_no_thread_leaves_its_place(monkeypatch
         for _ in range(3):
             with pytest.raises(RuntimeError, match="new thread"):
                 await run_as("a", calls, lambda: 1)
-    assert not calls._calls and not calls._shares
+    assert not calls._places.count and not calls._free.count
     assert await run_as("a", calls, lambda: 1) == 1
     calls.close()

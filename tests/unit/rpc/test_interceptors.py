@@ -67,20 +67,33 @@ async def wrapped(interceptor: grpc.aio.ServerInterceptor, path: str, handler: A
     return await interceptor.intercept_service(resolve, details)
 
 
-async def test_a_stream_gets_the_very_context_and_requests_of_the_library() -> None:
-    """So nothing of ours stands between a session and its frames."""
+async def test_a_stream_decodes_what_the_library_read_and_nothing_else_of_ours_is_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[Any] = []
 
     async def session(requests: Any, context: Any) -> None:
-        seen.extend((requests, context))
+        assert context.abort == library.abort
+        seen.extend([each async for each in requests])
+        seen.append(await context.read())
+        seen.append(await context.read())
 
     (interceptor,) = interceptors_of(ServerSecurity())
-    handler: Any = grpc.stream_stream_rpc_method_handler(session, bytes, bytes)
+    handler: Any = grpc.stream_stream_rpc_method_handler(session, lambda raw: raw.decode(), bytes)
     made = await wrapped(interceptor, SESSION, handler)
-    requests, context = object(), Context()
-    await made.stream_stream(requests, context)
-    assert seen == [requests, context]
-    assert (made.request_deserializer, made.response_serializer) == (bytes, bytes)
+    assert (made.request_deserializer, made.response_serializer) == (None, bytes)
+    library, frames = Context(), [b"third", grpc.aio.EOF]
+
+    async def read() -> Any:
+        return frames.pop(0)
+
+    async def requests() -> Any:
+        for frame in (b"first", b"second"):
+            yield frame
+
+    monkeypatch.setattr(library, "read", read)
+    await made.stream_stream(requests(), library)
+    assert seen == ["first", "second", "third", grpc.aio.EOF]
 
 
 async def test_a_method_is_wrapped_once() -> None:

@@ -82,6 +82,12 @@ def test_foreign_details_of_any_kind_give_a_bare_error_with_the_code(details: by
     assert (type(error), error.code, error.message) == (KvGrpcError, code.name, "text")
 
 
+def test_what_lies_beside_the_details_is_not_read() -> None:
+    (ours,) = trailing(PeerUnreachable("nobody there", metadata={"address": "a:1"}))[2]
+    others = (("other-bin", b"not ours"), (DETAILS_KEY, "text"))
+    assert type(error_from(Failed(grpc.StatusCode.UNAVAILABLE, "", (*others, ours)))) is PeerUnreachable
+
+
 def test_a_status_without_details_says_its_code() -> None:
     error = error_from(Failed(grpc.StatusCode.UNAVAILABLE, "", None))
     assert (error.reason, error.code, error.message) == (Reason.UNSPECIFIED, "UNAVAILABLE", "UNAVAILABLE")

@@ -37,6 +37,22 @@ async def test_pieces_of_one_connection_let_others_pass_between() -> None:
     assert not turns._waiting
 
 
+async def test_one_caller_with_many_connections_has_no_more_turns_than_another() -> None:
+    turns, order = Turns.of_this_loop(), list[str]()
+
+    async def work(name: str, port: int) -> None:
+        CALLER.set(Caller(name))
+        PEER.set(f"ipv4:10.0.0.1:{port}")
+        await turns.take()
+        order.append(name)
+        compute(0.001)
+
+    greedy = [asyncio.create_task(work("greedy", port)) for port in range(1, 41)]
+    await asyncio.sleep(0)
+    await asyncio.gather(*greedy, *(asyncio.create_task(work("honest", port)) for port in (41, 42, 43)))
+    assert len(order) == 43 and max(at for at, name in enumerate(order) if name == "honest") < 8
+
+
 async def test_after_a_piece_the_loop_is_everybody_elses_for_as_long() -> None:
     turns, pieces = Turns.of_this_loop(), []
 

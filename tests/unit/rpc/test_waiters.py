@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvgrpc.errors import TooManyRequests
+from kvgrpc.errors import ServerDraining, TooManyRequests
 from kvgrpc.rpc.callers import CALLER, Caller
 from kvgrpc.rpc.waiters import Waiters
 
@@ -78,3 +78,16 @@ async def test_a_bound_of_one_admits_one() -> None:
     waiters = Waiters[str](1, "waiting calls", draining="it drains")
     assert len(await take_all(waiters, "a")) == 1
     waiters.wake("x")
+
+
+async def test_a_drain_ends_every_wait_and_leaves_alone_what_was_woken() -> None:
+    waiters = waiting_calls()
+    both, one = (asyncio.create_task(wait_as(waiters, "a", *keys)) for keys in (("x", "y"), ("y",)))
+    await asyncio.sleep(0)
+    waiters.wake("x")
+    waiters.drain()
+    assert await both
+    with pytest.raises(ServerDraining):
+        await one
+    with pytest.raises(ServerDraining):
+        await wait_as(waiters, "a")

@@ -169,8 +169,12 @@ def test_servers_without_an_engine_refuse_limits_that_are_none() -> None:
 def test_the_value_is_the_one_that_was_given() -> None:
     with pytest.raises(InvalidRequest) as refused:
         check(config(max_frame_bytes=1))
-    assert refused.value.metadata == {"field": "max_frame_bytes", "value": "1", "rule": "65536 to 16777216 bytes"}
-    assert refused.value.message == "max_frame_bytes: must be 65536 to 16777216 bytes, not 1"
+    assert refused.value.metadata == {
+        "field": "max_frame_bytes",
+        "value": "1",
+        "rule": "a whole number of bytes, 65536 to 16777216",
+    }
+    assert refused.value.message == "max_frame_bytes: must be a whole number of bytes, 65536 to 16777216, not 1"
 
 
 def test_what_may_be_a_token_is_not_shown() -> None:
@@ -192,3 +196,17 @@ def test_a_registry_alone_is_checked_too() -> None:
     with pytest.raises(InvalidRequest) as refused:
         RegistryServer(["127.0.0.1:0"], lease_ttl=-1)
     assert refused.value.metadata["field"] == "lease_ttl"
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("listen", {"listen": ["127.0.0.1:port"]}),
+        ("metrics_listen", {"metrics_listen": "127.0.0.1:port"}),
+        ("metrics_listen", {"metrics_listen": "unix:/tmp/metrics"}),
+    ],
+)
+def test_so_are_its_addresses_before_anything_is_bound(field: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        RegistryServer(**{"listen": ["127.0.0.1:0"], **wrong})
+    assert refused.value.metadata["field"] == field

@@ -16,7 +16,7 @@ from kvgrpc.model import RankId, RankRef
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.server import DecodeRuntime, KVPoll, KVReceiver, KVSender, PrefillRuntime, Rank
 from kvgrpc.server.status import RankStatus
-from kvgrpc.transfer.aux import AuxRows
+from kvgrpc.transfer.aux_rows import AuxRows
 from kvgrpc.transfer.layout.pools import CopiedPages, pages_of_pools
 from kvgrpc.transfer.layout.topology import Shape
 from kvgrpc.transfer.protocol.types import Align, RoomKey
@@ -94,6 +94,9 @@ class Foreign:
     async def newest_failed(
         self, count: int, wanted: Callable[[RoomRow], bool] | None = None
     ) -> tuple[list[RoomRow], int]:
+        raise NotImplementedError
+
+    def slowest(self, count: int, wanted: Callable[[RoomRow], bool] | None = None) -> tuple[list[RoomRow], int]:
         raise NotImplementedError
 
     async def page_of_rooms(
@@ -227,7 +230,7 @@ def test_a_fork_during_the_end_of_a_room_leaves_a_child_that_can_end_its_handles
         "import os, sys, threading\n"
         "from kvgrpc.transfer.protocol.types import POLL_FAILED\n"
         "from kvgrpc.transfer.runtime.boundary import EngineHandle\n"
-        "from kvgrpc.transfer.runtime.stages import waiters_lock\n"
+        "from kvgrpc.transfer.runtime.timed_handle import waiters_lock\n"
         "held, go_on = threading.Event(), threading.Event()\n"
         "def end_a_room():\n"
         "    with waiters_lock:\n"
@@ -251,7 +254,7 @@ def test_the_boundary_names_values_and_no_record_of_a_core() -> None:
     tree = ast.parse(inspect.getsource(boundary))
     imported = {each.module for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) and each.module}
     ours = {name.removeprefix("kvgrpc.transfer.") for name in imported if name.startswith("kvgrpc.transfer.")}
-    assert ours == {"aux", "layout.pools", "layout.topology", "protocol.types", "runtime.stages", "tables"}
+    assert ours == {"aux_rows", "layout.pools", "layout.topology", "protocol.types", "runtime.timed_handle", "tables"}
 
 
 def test_the_role_says_whose_it_is() -> None:

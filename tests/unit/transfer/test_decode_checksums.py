@@ -7,7 +7,7 @@ import pytest
 
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.transfer.protocol.decode_core import DecodeRoom, Stream
-from kvgrpc.transfer.protocol.types import Destination, KVPoll, RoomState, Target, Want, Writes
+from kvgrpc.transfer.protocol.types import Destination, KVPoll, PrefillEntry, RoomState, Target, Want, Writes
 from tests.unit.transfer.decode_side import CANCELLED, KEY, TIMING, Side, reason, side
 
 __all__ = ["side"]
@@ -61,6 +61,16 @@ class TestChecksums:
         assert side.take("compares") == [] and room.handle.poll is not KVPoll.Success
         side.core.on_compared(room, None)
         assert room.handle.poll is KVPoll.Success and side.aux == [b"token"]
+
+    def test_what_was_said_first_is_compared_whatever_is_said_meanwhile(self, side: Side) -> None:
+        """A thread compares; a second SUCCESS put its own checksums and aux in the place of the first one's."""
+        room, stream = self.comparing(side)
+        before = [part.checksums for part in room.to_compare]
+        again = PrefillEntry(KEY, RoomState.SUCCESS, Writes.SETTLED, 0, b"other", None, b"othersum")
+        side.core.on_frame(stream, [again])
+        assert [part.checksums for part in room.to_compare] == before
+        side.core.on_compared(room, None)
+        assert side.aux == [b"token"]
 
     def test_a_peer_that_is_lost_meanwhile_takes_nothing_from_a_room_that_has_all(self, side: Side) -> None:
         room, _ = self.comparing(side)

@@ -245,6 +245,28 @@ class TestProofOfDeath:
         assert len({tick for tick in asked if tick > 300}) <= 1000 // 32
         assert not room.handle.release_safe
 
+    @pytest.mark.parametrize("began", [0, 8, 16, 24])
+    def test_one_that_stood_for_four_seconds_holds_them_for_two_more_at_most(self, side: Side, began: int) -> None:
+        """It was six more: an engine had its pool back 10.8 s after a kill."""
+        told: list[frozenset[str] | None] = [None]
+        named = frozenset({"host:1 -> us"})
+
+        def connections(pair: DecodePair) -> frozenset[str] | None:
+            """As a thread tells: what it found after the question before."""
+            told.append(named)
+            return told[-2]
+
+        side.core = DecodeCore(ME, connections=connections, deliver_aux=lambda room: None)
+        side.take = Work(side.core).take
+        side.ticks(began)
+        room, stream = side.writing()
+        self.prove(side, stream, "refused")
+        side.ticks(40)
+        named = frozenset()
+        assert not room.handle.release_safe
+        side.ticks(20)
+        assert room.handle.release_safe
+
     def test_what_is_told_a_while_later_is_evidence_too(self) -> None:
         """The answer is what a thread found after the question before."""
         told: list[frozenset[str] | None] = [None, frozenset({"host:1 -> us"}), None, frozenset({"a later one"})]

@@ -138,6 +138,8 @@ def test_a_plane_that_raises_about_connections_says_nothing_and_is_logged_once(
     assert plane.connections_from_each([b"a"]) == plane.connections_from_each([b"c"]) == [None]
     assert len(caplog.records) == 1
     assert plane.connections_from_each([b"b", b"b"]) == [{"port 1"}, {"port 1"}]
+    assert plane.connections_from_each([b"a"]) == [None]
+    assert len(caplog.records) == 2, "it had answered since"
 
 
 def test_what_comes_before_a_write_is_rejected_where_it_raises() -> None:

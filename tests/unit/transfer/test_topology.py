@@ -21,7 +21,7 @@ POOL = Pool(
     heads_total=8,
     head_count=8,
 )
-STAGE_BEYOND = replace(POOL, regions=tuple(replace(region, layer=region.layer + 1) for region in POOL.regions))
+STAGE_BEYOND = replace(POOL, regions=tuple(region._replace(layer=region.layer + 1) for region in POOL.regions))
 DECODE = Shape(RankId("D"), Layout(), (POOL,), (16,), "shm")
 PREFILL = Shape(RankId("P"), Layout(), (replace(POOL, pages=7, location="cuda:1"),), (16,), "shm")
 
@@ -63,7 +63,7 @@ def test_stages_that_are_not_the_layers_of_decode_are_refused(stages: list[tuple
         ),
         (replace(PREFILL, pools=(replace(POOL, regions=POOL.regions[:2]),)), "pools[0].regions"),
         (
-            replace(PREFILL, pools=(replace(POOL, regions=tuple(replace(r, page_bytes=256) for r in POOL.regions)),)),
+            replace(PREFILL, pools=(replace(POOL, regions=tuple(r._replace(page_bytes=256) for r in POOL.regions)),)),
             "pools[0].regions[0].page_bytes",
         ),
         (replace(PREFILL, pools=(POOL, POOL)), "pools"),
@@ -93,7 +93,7 @@ def test_half_of_the_heads_cannot_be_taken_from_a_pool_that_does_not_say_where_t
     """Its pages have the right size, and half of each would be of other heads."""
     unsaid = replace(POOL, axes="")
     half = replace(
-        unsaid, head_count=4, regions=tuple(replace(each, page_bytes=each.page_bytes // 2) for each in POOL.regions)
+        unsaid, head_count=4, regions=tuple(each._replace(page_bytes=each.page_bytes // 2) for each in POOL.regions)
     )
     prefill, decode = replace(PREFILL, pools=(unsaid,)), replace(DECODE, layout=Layout(tp=2), pools=(half,))
     with pytest.raises(ParallelLayoutMismatch) as caught:

@@ -116,12 +116,12 @@ def test_a_region_that_is_no_whole_number_of_keys_and_values_translates_to_nothi
     source, target = Memory("token,head,dim").pool, Memory("head,kv,token,dim").pool
     assert translates(source, target)
     first, *rest = target.regions
-    assert not translates(source, replace(target, regions=(replace(first, **wrong), *rest)))
+    assert not translates(source, replace(target, regions=(first._replace(**wrong), *rest)))
 
 
 def test_pages_with_bytes_that_no_head_accounts_for_translate_to_nothing_though_both_sides_have_them() -> None:
     longer = [
-        replace(pool, regions=tuple(replace(each, page_bytes=each.page_bytes + 1) for each in pool.regions))
+        replace(pool, regions=tuple(each._replace(page_bytes=each.page_bytes + 1) for each in pool.regions))
         for pool in (Memory("token,head,dim").pool, Memory("head,token,dim").pool)
     ]
     assert not translates(*longer)

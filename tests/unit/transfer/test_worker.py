@@ -298,6 +298,19 @@ def test_close_waits_for_what_runs_and_says_when_it_did_not_end(bench: Bench) ->
     assert bench.worker.close(10.0) and bench.until_ended(1) == [Outcome.DONE]
 
 
+def test_once_it_has_ended_the_next_rank_may_have_its_staging_memory(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[bool] = []
+    monkeypatch.setattr(bench.worker._staging, "close", lambda: given.append(True))
+    bench.plane.next_result = None
+    bench.worker.submit([bench.submission()])
+    wait_until(lambda: bench.plane.writes)
+    assert not bench.worker.close(0.1) and not given, "a write reads it"
+    bench.plane.writes[0][3].result = DONE
+    assert bench.worker.close(10.0) and given == [True]
+
+
 def attached(bench: Bench) -> None:
     bench.worker.submit([bench.submission(99)])
     bench.until_ended(1)

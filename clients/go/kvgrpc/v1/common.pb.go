@@ -88,6 +88,8 @@ const (
 	Role_ROLE_PREFILL Role = 1
 	// Receives KV caches and generates tokens.
 	Role_ROLE_DECODE Role = 2
+	// Computes prompts and generates: an engine without a partner, or its cache beside it. Hands nothing over.
+	Role_ROLE_UNIFIED Role = 3
 )
 
 // Enum value maps for Role.
@@ -96,11 +98,13 @@ var (
 		0: "ROLE_UNSPECIFIED",
 		1: "ROLE_PREFILL",
 		2: "ROLE_DECODE",
+		3: "ROLE_UNIFIED",
 	}
 	Role_value = map[string]int32{
 		"ROLE_UNSPECIFIED": 0,
 		"ROLE_PREFILL":     1,
 		"ROLE_DECODE":      2,
+		"ROLE_UNIFIED":     3,
 	}
 )
 
@@ -910,6 +914,162 @@ func (x *Failure) GetRetryAfter() *durationpb.Duration {
 	return nil
 }
 
+// What an engine has to do, and how quickly it does it, as the rank that publishes its events says each second. 0 where
+// nobody told it.
+type EngineLoad struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Tokens of prompts that its prefill computes in a second, as the engine says.
+	PrefillTokensPerSecond float64 `protobuf:"fixed64,1,opt,name=prefill_tokens_per_second,json=prefillTokensPerSecond,proto3" json:"prefill_tokens_per_second,omitempty"`
+	// Tokens of prompts that wait to be computed, as the engine says.
+	WaitingTokens uint64 `protobuf:"varint,2,opt,name=waiting_tokens,json=waitingTokens,proto3" json:"waiting_tokens,omitempty"`
+	// Tokens in a page of its host cache; 0: it neither lends nor takes pages.
+	PageTokens uint32 `protobuf:"varint,3,opt,name=page_tokens,json=pageTokens,proto3" json:"page_tokens,omitempty"`
+	// Bytes of such a page at this rank.
+	PageBytes uint64 `protobuf:"varint,4,opt,name=page_bytes,json=pageBytes,proto3" json:"page_bytes,omitempty"`
+	// Pulls from this rank that are in flight.
+	LentPulls uint32 `protobuf:"varint,5,opt,name=lent_pulls,json=lentPulls,proto3" json:"lent_pulls,omitempty"`
+	// Pulls to this rank that are in flight.
+	TakenPulls uint32 `protobuf:"varint,6,opt,name=taken_pulls,json=takenPulls,proto3" json:"taken_pulls,omitempty"`
+	// What pulls to this rank came to, from its question to its cache; newest first, at most 64.
+	PullRates     []*PullRate `protobuf:"bytes,7,rep,name=pull_rates,json=pullRates,proto3" json:"pull_rates,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EngineLoad) Reset() {
+	*x = EngineLoad{}
+	mi := &file_kvgrpc_v1_common_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EngineLoad) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EngineLoad) ProtoMessage() {}
+
+func (x *EngineLoad) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_common_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EngineLoad.ProtoReflect.Descriptor instead.
+func (*EngineLoad) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_common_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *EngineLoad) GetPrefillTokensPerSecond() float64 {
+	if x != nil {
+		return x.PrefillTokensPerSecond
+	}
+	return 0
+}
+
+func (x *EngineLoad) GetWaitingTokens() uint64 {
+	if x != nil {
+		return x.WaitingTokens
+	}
+	return 0
+}
+
+func (x *EngineLoad) GetPageTokens() uint32 {
+	if x != nil {
+		return x.PageTokens
+	}
+	return 0
+}
+
+func (x *EngineLoad) GetPageBytes() uint64 {
+	if x != nil {
+		return x.PageBytes
+	}
+	return 0
+}
+
+func (x *EngineLoad) GetLentPulls() uint32 {
+	if x != nil {
+		return x.LentPulls
+	}
+	return 0
+}
+
+func (x *EngineLoad) GetTakenPulls() uint32 {
+	if x != nil {
+		return x.TakenPulls
+	}
+	return 0
+}
+
+func (x *EngineLoad) GetPullRates() []*PullRate {
+	if x != nil {
+		return x.PullRates
+	}
+	return nil
+}
+
+// How quickly pages come from one engine to another one.
+type PullRate struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Name of the engine that lends.
+	Engine string `protobuf:"bytes,1,opt,name=engine,proto3" json:"engine,omitempty"`
+	// Bytes in a second.
+	BytesPerSecond float64 `protobuf:"fixed64,2,opt,name=bytes_per_second,json=bytesPerSecond,proto3" json:"bytes_per_second,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *PullRate) Reset() {
+	*x = PullRate{}
+	mi := &file_kvgrpc_v1_common_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PullRate) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PullRate) ProtoMessage() {}
+
+func (x *PullRate) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_common_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PullRate.ProtoReflect.Descriptor instead.
+func (*PullRate) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_common_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *PullRate) GetEngine() string {
+	if x != nil {
+		return x.Engine
+	}
+	return ""
+}
+
+func (x *PullRate) GetBytesPerSecond() float64 {
+	if x != nil {
+		return x.BytesPerSecond
+	}
+	return 0
+}
+
 var File_kvgrpc_v1_common_proto protoreflect.FileDescriptor
 
 const file_kvgrpc_v1_common_proto_rawDesc = "" +
@@ -978,15 +1138,33 @@ const file_kvgrpc_v1_common_proto_rawDesc = "" +
 	"retryAfter\x1a;\n" +
 	"\rMetadataEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01*_\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xaa\x02\n" +
+	"\n" +
+	"EngineLoad\x129\n" +
+	"\x19prefill_tokens_per_second\x18\x01 \x01(\x01R\x16prefillTokensPerSecond\x12)\n" +
+	"\x0ewaiting_tokens\x18\x02 \x01(\x04B\x020\x01R\rwaitingTokens\x12\x1f\n" +
+	"\vpage_tokens\x18\x03 \x01(\rR\n" +
+	"pageTokens\x12!\n" +
+	"\n" +
+	"page_bytes\x18\x04 \x01(\x04B\x020\x01R\tpageBytes\x12\x1d\n" +
+	"\n" +
+	"lent_pulls\x18\x05 \x01(\rR\tlentPulls\x12\x1f\n" +
+	"\vtaken_pulls\x18\x06 \x01(\rR\n" +
+	"takenPulls\x122\n" +
+	"\n" +
+	"pull_rates\x18\a \x03(\v2\x13.kvgrpc.v1.PullRateR\tpullRates\"L\n" +
+	"\bPullRate\x12\x16\n" +
+	"\x06engine\x18\x01 \x01(\tR\x06engine\x12(\n" +
+	"\x10bytes_per_second\x18\x02 \x01(\x01R\x0ebytesPerSecond*_\n" +
 	"\rAttentionKind\x12\x1e\n" +
 	"\x1aATTENTION_KIND_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12ATTENTION_KIND_MHA\x10\x01\x12\x16\n" +
-	"\x12ATTENTION_KIND_MLA\x10\x02*?\n" +
+	"\x12ATTENTION_KIND_MLA\x10\x02*Q\n" +
 	"\x04Role\x12\x14\n" +
 	"\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n" +
 	"\fROLE_PREFILL\x10\x01\x12\x0f\n" +
-	"\vROLE_DECODE\x10\x02*L\n" +
+	"\vROLE_DECODE\x10\x02\x12\x10\n" +
+	"\fROLE_UNIFIED\x10\x03*L\n" +
 	"\bPoolKind\x12\x19\n" +
 	"\x15POOL_KIND_UNSPECIFIED\x10\x00\x12\x10\n" +
 	"\fPOOL_KIND_KV\x10\x01\x12\x13\n" +
@@ -1011,7 +1189,7 @@ func file_kvgrpc_v1_common_proto_rawDescGZIP() []byte {
 }
 
 var file_kvgrpc_v1_common_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
-var file_kvgrpc_v1_common_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
+var file_kvgrpc_v1_common_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
 var file_kvgrpc_v1_common_proto_goTypes = []any{
 	(AttentionKind)(0),            // 0: kvgrpc.v1.AttentionKind
 	(Role)(0),                     // 1: kvgrpc.v1.Role
@@ -1025,26 +1203,29 @@ var file_kvgrpc_v1_common_proto_goTypes = []any{
 	(*PagePool)(nil),              // 9: kvgrpc.v1.PagePool
 	(*PageSet)(nil),               // 10: kvgrpc.v1.PageSet
 	(*Failure)(nil),               // 11: kvgrpc.v1.Failure
-	nil,                           // 12: kvgrpc.v1.Failure.MetadataEntry
-	(ErrorReason)(0),              // 13: kvgrpc.v1.ErrorReason
-	(*timestamppb.Timestamp)(nil), // 14: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),   // 15: google.protobuf.Duration
+	(*EngineLoad)(nil),            // 12: kvgrpc.v1.EngineLoad
+	(*PullRate)(nil),              // 13: kvgrpc.v1.PullRate
+	nil,                           // 14: kvgrpc.v1.Failure.MetadataEntry
+	(ErrorReason)(0),              // 15: kvgrpc.v1.ErrorReason
+	(*timestamppb.Timestamp)(nil), // 16: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),   // 17: google.protobuf.Duration
 }
 var file_kvgrpc_v1_common_proto_depIdxs = []int32{
 	4,  // 0: kvgrpc.v1.RankRef.rank:type_name -> kvgrpc.v1.RankId
 	0,  // 1: kvgrpc.v1.ModelIdentity.attention:type_name -> kvgrpc.v1.AttentionKind
 	2,  // 2: kvgrpc.v1.PagePool.kind:type_name -> kvgrpc.v1.PoolKind
 	8,  // 3: kvgrpc.v1.PagePool.regions:type_name -> kvgrpc.v1.PoolRegion
-	13, // 4: kvgrpc.v1.Failure.reason:type_name -> kvgrpc.v1.ErrorReason
-	12, // 5: kvgrpc.v1.Failure.metadata:type_name -> kvgrpc.v1.Failure.MetadataEntry
+	15, // 4: kvgrpc.v1.Failure.reason:type_name -> kvgrpc.v1.ErrorReason
+	14, // 5: kvgrpc.v1.Failure.metadata:type_name -> kvgrpc.v1.Failure.MetadataEntry
 	5,  // 6: kvgrpc.v1.Failure.origin:type_name -> kvgrpc.v1.RankRef
-	14, // 7: kvgrpc.v1.Failure.time:type_name -> google.protobuf.Timestamp
-	15, // 8: kvgrpc.v1.Failure.retry_after:type_name -> google.protobuf.Duration
-	9,  // [9:9] is the sub-list for method output_type
-	9,  // [9:9] is the sub-list for method input_type
-	9,  // [9:9] is the sub-list for extension type_name
-	9,  // [9:9] is the sub-list for extension extendee
-	0,  // [0:9] is the sub-list for field type_name
+	16, // 7: kvgrpc.v1.Failure.time:type_name -> google.protobuf.Timestamp
+	17, // 8: kvgrpc.v1.Failure.retry_after:type_name -> google.protobuf.Duration
+	13, // 9: kvgrpc.v1.EngineLoad.pull_rates:type_name -> kvgrpc.v1.PullRate
+	10, // [10:10] is the sub-list for method output_type
+	10, // [10:10] is the sub-list for method input_type
+	10, // [10:10] is the sub-list for extension type_name
+	10, // [10:10] is the sub-list for extension extendee
+	0,  // [0:10] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_common_proto_init() }
@@ -1059,7 +1240,7 @@ func file_kvgrpc_v1_common_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvgrpc_v1_common_proto_rawDesc), len(file_kvgrpc_v1_common_proto_rawDesc)),
 			NumEnums:      4,
-			NumMessages:   9,
+			NumMessages:   11,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -106,6 +106,9 @@ const (
 	// A good token of more than 60 s ago, or of later than now. Metadata: ageSeconds, limitSeconds. Make a new one; where
 	// that does not help, set the clocks.
 	ErrorReason_ERROR_REASON_CREDENTIALS_EXPIRED ErrorReason = 32
+	// The engine gave a page to a room while another of its rooms has it, at a rank that checks that. Metadata: room,
+	// attempt, pool, page, position, owner (to the peer "another room"). Give pages again once they are released.
+	ErrorReason_ERROR_REASON_PAGES_IN_USE ErrorReason = 33
 	// The caller's token or certificate is for other ranks than the one that it speaks for. Metadata: rank, caller, scope.
 	// Use the rank's own, or widen its scope at the server.
 	ErrorReason_ERROR_REASON_IDENTITY_MISMATCH ErrorReason = 35
@@ -161,6 +164,7 @@ var (
 		30: "ERROR_REASON_CHECKSUM_MISMATCH",
 		31: "ERROR_REASON_WRONG_AUDIENCE",
 		32: "ERROR_REASON_CREDENTIALS_EXPIRED",
+		33: "ERROR_REASON_PAGES_IN_USE",
 		35: "ERROR_REASON_IDENTITY_MISMATCH",
 		50: "ERROR_REASON_OPERATION_NOT_FOUND",
 		51: "ERROR_REASON_REQUEST_ID_REUSED",
@@ -203,6 +207,7 @@ var (
 		"ERROR_REASON_CHECKSUM_MISMATCH":           30,
 		"ERROR_REASON_WRONG_AUDIENCE":              31,
 		"ERROR_REASON_CREDENTIALS_EXPIRED":         32,
+		"ERROR_REASON_PAGES_IN_USE":                33,
 		"ERROR_REASON_IDENTITY_MISMATCH":           35,
 		"ERROR_REASON_OPERATION_NOT_FOUND":         50,
 		"ERROR_REASON_REQUEST_ID_REUSED":           51,
@@ -244,8 +249,7 @@ var File_kvgrpc_v1_error_reason_proto protoreflect.FileDescriptor
 
 const file_kvgrpc_v1_error_reason_proto_rawDesc = "" +
 	"\n" +
-	"\x1ckvgrpc/v1/error_reason.proto\x12\tkvgrpc.v1*\xee\n" +
-	"\n" +
+	"\x1ckvgrpc/v1/error_reason.proto\x12\tkvgrpc.v1*\x8d\v\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1f\n" +
 	"\x1bERROR_REASON_ROOM_NOT_FOUND\x10\x01\x12\x1e\n" +
@@ -280,7 +284,8 @@ const file_kvgrpc_v1_error_reason_proto_rawDesc = "" +
 	"\x1aERROR_REASON_CALL_TOO_LONG\x10\x1d\x12\"\n" +
 	"\x1eERROR_REASON_CHECKSUM_MISMATCH\x10\x1e\x12\x1f\n" +
 	"\x1bERROR_REASON_WRONG_AUDIENCE\x10\x1f\x12$\n" +
-	" ERROR_REASON_CREDENTIALS_EXPIRED\x10 \x12\"\n" +
+	" ERROR_REASON_CREDENTIALS_EXPIRED\x10 \x12\x1d\n" +
+	"\x19ERROR_REASON_PAGES_IN_USE\x10!\x12\"\n" +
 	"\x1eERROR_REASON_IDENTITY_MISMATCH\x10#\x12$\n" +
 	" ERROR_REASON_OPERATION_NOT_FOUND\x102\x12\"\n" +
 	"\x1eERROR_REASON_REQUEST_ID_REUSED\x103\x12\x1f\n" +

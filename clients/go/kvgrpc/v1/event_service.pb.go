@@ -1699,7 +1699,9 @@ type WatchHeartbeat struct {
 	// Sequence that the next batch will get: whoever has all before it is current.
 	NextSequence uint64 `protobuf:"varint,1,opt,name=next_sequence,json=nextSequence,proto3" json:"next_sequence,omitempty"`
 	// The state, where one is kept; under load that of a multiple of 64 before next_sequence.
-	State         *StateDigest `protobuf:"bytes,2,opt,name=state,proto3" json:"state,omitempty"`
+	State *StateDigest `protobuf:"bytes,2,opt,name=state,proto3" json:"state,omitempty"`
+	// What the engine has to do, where its rank knows anything of it.
+	Load          *EngineLoad `protobuf:"bytes,3,opt,name=load,proto3" json:"load,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1744,6 +1746,13 @@ func (x *WatchHeartbeat) GetNextSequence() uint64 {
 func (x *WatchHeartbeat) GetState() *StateDigest {
 	if x != nil {
 		return x.State
+	}
+	return nil
+}
+
+func (x *WatchHeartbeat) GetLoad() *EngineLoad {
+	if x != nil {
+		return x.Load
 	}
 	return nil
 }
@@ -2022,10 +2031,11 @@ const file_kvgrpc_v1_event_service_proto_rawDesc = "" +
 	"\x06medium\x18\x02 \x01(\tR\x06medium\x12\x14\n" +
 	"\x05group\x18\x03 \x01(\rR\x05group\x12\x1a\n" +
 	"\x06blocks\x18\x04 \x01(\x04B\x020\x01R\x06blocks\x12%\n" +
-	"\fmixed_hashes\x18\x05 \x01(\x06B\x020\x01R\vmixedHashes\"g\n" +
+	"\fmixed_hashes\x18\x05 \x01(\x06B\x020\x01R\vmixedHashes\"\x92\x01\n" +
 	"\x0eWatchHeartbeat\x12'\n" +
 	"\rnext_sequence\x18\x01 \x01(\x04B\x020\x01R\fnextSequence\x12,\n" +
-	"\x05state\x18\x02 \x01(\v2\x16.kvgrpc.v1.StateDigestR\x05state\"\xc9\x02\n" +
+	"\x05state\x18\x02 \x01(\v2\x16.kvgrpc.v1.StateDigestR\x05state\x12)\n" +
+	"\x04load\x18\x03 \x01(\v2\x15.kvgrpc.v1.EngineLoadR\x04load\"\xc9\x02\n" +
 	"\rWatchResponse\x12-\n" +
 	"\x05begin\x18\x01 \x01(\v2\x15.kvgrpc.v1.WatchBeginH\x00R\x05begin\x12)\n" +
 	"\x03raw\x18\x02 \x01(\v2\x15.kvgrpc.v1.RawBatchesH\x00R\x03raw\x123\n" +
@@ -2098,6 +2108,7 @@ var file_kvgrpc_v1_event_service_proto_goTypes = []any{
 	(*WatchResponse)(nil),       // 22: kvgrpc.v1.WatchResponse
 	(*RankRef)(nil),             // 23: kvgrpc.v1.RankRef
 	(Tier)(0),                   // 24: kvgrpc.v1.Tier
+	(*EngineLoad)(nil),          // 25: kvgrpc.v1.EngineLoad
 }
 var file_kvgrpc_v1_event_service_proto_depIdxs = []int32{
 	23, // 0: kvgrpc.v1.EventStream.publisher:type_name -> kvgrpc.v1.RankRef
@@ -2125,21 +2136,22 @@ var file_kvgrpc_v1_event_service_proto_depIdxs = []int32{
 	3,  // 22: kvgrpc.v1.StateDigest.kind:type_name -> kvgrpc.v1.DigestKind
 	24, // 23: kvgrpc.v1.TierDigest.tier:type_name -> kvgrpc.v1.Tier
 	19, // 24: kvgrpc.v1.WatchHeartbeat.state:type_name -> kvgrpc.v1.StateDigest
-	8,  // 25: kvgrpc.v1.WatchResponse.begin:type_name -> kvgrpc.v1.WatchBegin
-	9,  // 26: kvgrpc.v1.WatchResponse.raw:type_name -> kvgrpc.v1.RawBatches
-	17, // 27: kvgrpc.v1.WatchResponse.dropped:type_name -> kvgrpc.v1.DroppedRange
-	21, // 28: kvgrpc.v1.WatchResponse.heartbeat:type_name -> kvgrpc.v1.WatchHeartbeat
-	10, // 29: kvgrpc.v1.WatchResponse.typed:type_name -> kvgrpc.v1.TypedBatches
-	18, // 30: kvgrpc.v1.WatchResponse.snapshot:type_name -> kvgrpc.v1.SnapshotPart
-	5,  // 31: kvgrpc.v1.EventService.ListStreams:input_type -> kvgrpc.v1.ListStreamsRequest
-	7,  // 32: kvgrpc.v1.EventService.Watch:input_type -> kvgrpc.v1.WatchRequest
-	6,  // 33: kvgrpc.v1.EventService.ListStreams:output_type -> kvgrpc.v1.ListStreamsResponse
-	22, // 34: kvgrpc.v1.EventService.Watch:output_type -> kvgrpc.v1.WatchResponse
-	33, // [33:35] is the sub-list for method output_type
-	31, // [31:33] is the sub-list for method input_type
-	31, // [31:31] is the sub-list for extension type_name
-	31, // [31:31] is the sub-list for extension extendee
-	0,  // [0:31] is the sub-list for field type_name
+	25, // 25: kvgrpc.v1.WatchHeartbeat.load:type_name -> kvgrpc.v1.EngineLoad
+	8,  // 26: kvgrpc.v1.WatchResponse.begin:type_name -> kvgrpc.v1.WatchBegin
+	9,  // 27: kvgrpc.v1.WatchResponse.raw:type_name -> kvgrpc.v1.RawBatches
+	17, // 28: kvgrpc.v1.WatchResponse.dropped:type_name -> kvgrpc.v1.DroppedRange
+	21, // 29: kvgrpc.v1.WatchResponse.heartbeat:type_name -> kvgrpc.v1.WatchHeartbeat
+	10, // 30: kvgrpc.v1.WatchResponse.typed:type_name -> kvgrpc.v1.TypedBatches
+	18, // 31: kvgrpc.v1.WatchResponse.snapshot:type_name -> kvgrpc.v1.SnapshotPart
+	5,  // 32: kvgrpc.v1.EventService.ListStreams:input_type -> kvgrpc.v1.ListStreamsRequest
+	7,  // 33: kvgrpc.v1.EventService.Watch:input_type -> kvgrpc.v1.WatchRequest
+	6,  // 34: kvgrpc.v1.EventService.ListStreams:output_type -> kvgrpc.v1.ListStreamsResponse
+	22, // 35: kvgrpc.v1.EventService.Watch:output_type -> kvgrpc.v1.WatchResponse
+	34, // [34:36] is the sub-list for method output_type
+	32, // [32:34] is the sub-list for method input_type
+	32, // [32:32] is the sub-list for extension type_name
+	32, // [32:32] is the sub-list for extension extendee
+	0,  // [0:32] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_event_service_proto_init() }

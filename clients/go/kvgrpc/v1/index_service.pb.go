@@ -1393,6 +1393,536 @@ func (x *IndexSource) GetModel() string {
 	return ""
 }
 
+// Request of Plan.
+type PlanRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// 1 to 256 requests, in the order in which they will be sent: what a plan gives an engine to do counts for the next one.
+	// Their prompts are bounded as those of a Score.
+	Prompts []*PlanPrompt `protobuf:"bytes,1,rep,name=prompts,proto3" json:"prompts,omitempty"`
+	// True where the caller does as the first placement says: until the engine has told what it has to do then, it counts in
+	// other calls too. Without it all routers would send to the same engine for a second.
+	Reserve bool `protobuf:"varint,2,opt,name=reserve,proto3" json:"reserve,omitempty"`
+	// Of each request at most so many placements, the best; 0: one.
+	MaxPlacements uint32 `protobuf:"varint,3,opt,name=max_placements,json=maxPlacements,proto3" json:"max_placements,omitempty"`
+	// Only caches whose contents were known to be exact at most so long ago; absent: all.
+	MaxStaleness  *durationpb.Duration `protobuf:"bytes,4,opt,name=max_staleness,json=maxStaleness,proto3" json:"max_staleness,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PlanRequest) Reset() {
+	*x = PlanRequest{}
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PlanRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PlanRequest) ProtoMessage() {}
+
+func (x *PlanRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PlanRequest.ProtoReflect.Descriptor instead.
+func (*PlanRequest) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *PlanRequest) GetPrompts() []*PlanPrompt {
+	if x != nil {
+		return x.Prompts
+	}
+	return nil
+}
+
+func (x *PlanRequest) GetReserve() bool {
+	if x != nil {
+		return x.Reserve
+	}
+	return false
+}
+
+func (x *PlanRequest) GetMaxPlacements() uint32 {
+	if x != nil {
+		return x.MaxPlacements
+	}
+	return 0
+}
+
+func (x *PlanRequest) GetMaxStaleness() *durationpb.Duration {
+	if x != nil {
+		return x.MaxStaleness
+	}
+	return nil
+}
+
+// One request that is to be placed.
+type PlanPrompt struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How it begins.
+	Prompt *ScorePrompt `protobuf:"bytes,1,opt,name=prompt,proto3" json:"prompt,omitempty"`
+	// Tokens of all of it; 0: those of its blocks.
+	Tokens uint32 `protobuf:"varint,2,opt,name=tokens,proto3" json:"tokens,omitempty"`
+	// Engines that could run it, at most 1,024; empty: all that are followed, of this model.
+	Engines []string `protobuf:"bytes,3,rep,name=engines,proto3" json:"engines,omitempty"`
+	// Engines that may lend; empty: all.
+	Sources       []string `protobuf:"bytes,4,rep,name=sources,proto3" json:"sources,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PlanPrompt) Reset() {
+	*x = PlanPrompt{}
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PlanPrompt) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PlanPrompt) ProtoMessage() {}
+
+func (x *PlanPrompt) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PlanPrompt.ProtoReflect.Descriptor instead.
+func (*PlanPrompt) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *PlanPrompt) GetPrompt() *ScorePrompt {
+	if x != nil {
+		return x.Prompt
+	}
+	return nil
+}
+
+func (x *PlanPrompt) GetTokens() uint32 {
+	if x != nil {
+		return x.Tokens
+	}
+	return 0
+}
+
+func (x *PlanPrompt) GetEngines() []string {
+	if x != nil {
+		return x.Engines
+	}
+	return nil
+}
+
+func (x *PlanPrompt) GetSources() []string {
+	if x != nil {
+		return x.Sources
+	}
+	return nil
+}
+
+// Response of Plan.
+type PlanResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// In the order of the prompts.
+	Plans         []*PromptPlan `protobuf:"bytes,1,rep,name=plans,proto3" json:"plans,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PlanResponse) Reset() {
+	*x = PlanResponse{}
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PlanResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PlanResponse) ProtoMessage() {}
+
+func (x *PlanResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PlanResponse.ProtoReflect.Descriptor instead.
+func (*PlanResponse) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *PlanResponse) GetPlans() []*PromptPlan {
+	if x != nil {
+		return x.Plans
+	}
+	return nil
+}
+
+// Where one request may run.
+type PromptPlan struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Best first; empty where no cache of these engines is followed.
+	Placements []*Placement `protobuf:"bytes,1,rep,name=placements,proto3" json:"placements,omitempty"`
+	// Blocks that were asked for.
+	Blocks        uint32 `protobuf:"varint,2,opt,name=blocks,proto3" json:"blocks,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PromptPlan) Reset() {
+	*x = PromptPlan{}
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PromptPlan) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PromptPlan) ProtoMessage() {}
+
+func (x *PromptPlan) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PromptPlan.ProtoReflect.Descriptor instead.
+func (*PromptPlan) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *PromptPlan) GetPlacements() []*Placement {
+	if x != nil {
+		return x.Placements
+	}
+	return nil
+}
+
+func (x *PromptPlan) GetBlocks() uint32 {
+	if x != nil {
+		return x.Blocks
+	}
+	return 0
+}
+
+// One cache where a request may run, and what that is estimated to take.
+type Placement struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Name of the engine.
+	Engine string `protobuf:"bytes,1,opt,name=engine,proto3" json:"engine,omitempty"`
+	// Which independent KV cache of it.
+	Dp uint32 `protobuf:"varint,2,opt,name=dp,proto3" json:"dp,omitempty"`
+	// Leading blocks that lie on its device.
+	DeviceBlocks uint32 `protobuf:"varint,3,opt,name=device_blocks,json=deviceBlocks,proto3" json:"device_blocks,omitempty"`
+	// Leading blocks that lie there or on its host.
+	HostBlocks uint32 `protobuf:"varint,4,opt,name=host_blocks,json=hostBlocks,proto3" json:"host_blocks,omitempty"`
+	// Leading blocks that it has anywhere, and need not compute.
+	Blocks uint32 `protobuf:"varint,5,opt,name=blocks,proto3" json:"blocks,omitempty"`
+	// Tokens in one of its blocks; 0: not known.
+	PageTokens uint32 `protobuf:"varint,6,opt,name=page_tokens,json=pageTokens,proto3" json:"page_tokens,omitempty"`
+	// What to pull first; absent: it does not pay, or nobody has more.
+	Pull *PlannedPull `protobuf:"bytes,7,opt,name=pull,proto3" json:"pull,omitempty"`
+	// Tokens that are left to compute.
+	ComputeTokens uint64 `protobuf:"varint,8,opt,name=compute_tokens,json=computeTokens,proto3" json:"compute_tokens,omitempty"`
+	// Until it begins with this request; absent: it did not say how quickly it computes.
+	QueueTime *durationpb.Duration `protobuf:"bytes,9,opt,name=queue_time,json=queueTime,proto3" json:"queue_time,omitempty"`
+	// To compute what is left; absent as queue_time.
+	ComputeTime *durationpb.Duration `protobuf:"bytes,10,opt,name=compute_time,json=computeTime,proto3" json:"compute_time,omitempty"`
+	// To the first token, with the pull: it goes on while the request waits. Absent as queue_time.
+	FirstTokenTime *durationpb.Duration `protobuf:"bytes,11,opt,name=first_token_time,json=firstTokenTime,proto3" json:"first_token_time,omitempty"`
+	// The same without it.
+	FirstTokenTimeWithoutPull *durationpb.Duration `protobuf:"bytes,12,opt,name=first_token_time_without_pull,json=firstTokenTimeWithoutPull,proto3" json:"first_token_time_without_pull,omitempty"`
+	// True where times rest on what other engines say of their speed, because this one said nothing.
+	SpeedAssumed bool `protobuf:"varint,13,opt,name=speed_assumed,json=speedAssumed,proto3" json:"speed_assumed,omitempty"`
+	// What the engine said last, and what was planned for it since is not in it.
+	Load          *EngineLoad `protobuf:"bytes,14,opt,name=load,proto3" json:"load,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Placement) Reset() {
+	*x = Placement{}
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Placement) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Placement) ProtoMessage() {}
+
+func (x *Placement) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Placement.ProtoReflect.Descriptor instead.
+func (*Placement) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *Placement) GetEngine() string {
+	if x != nil {
+		return x.Engine
+	}
+	return ""
+}
+
+func (x *Placement) GetDp() uint32 {
+	if x != nil {
+		return x.Dp
+	}
+	return 0
+}
+
+func (x *Placement) GetDeviceBlocks() uint32 {
+	if x != nil {
+		return x.DeviceBlocks
+	}
+	return 0
+}
+
+func (x *Placement) GetHostBlocks() uint32 {
+	if x != nil {
+		return x.HostBlocks
+	}
+	return 0
+}
+
+func (x *Placement) GetBlocks() uint32 {
+	if x != nil {
+		return x.Blocks
+	}
+	return 0
+}
+
+func (x *Placement) GetPageTokens() uint32 {
+	if x != nil {
+		return x.PageTokens
+	}
+	return 0
+}
+
+func (x *Placement) GetPull() *PlannedPull {
+	if x != nil {
+		return x.Pull
+	}
+	return nil
+}
+
+func (x *Placement) GetComputeTokens() uint64 {
+	if x != nil {
+		return x.ComputeTokens
+	}
+	return 0
+}
+
+func (x *Placement) GetQueueTime() *durationpb.Duration {
+	if x != nil {
+		return x.QueueTime
+	}
+	return nil
+}
+
+func (x *Placement) GetComputeTime() *durationpb.Duration {
+	if x != nil {
+		return x.ComputeTime
+	}
+	return nil
+}
+
+func (x *Placement) GetFirstTokenTime() *durationpb.Duration {
+	if x != nil {
+		return x.FirstTokenTime
+	}
+	return nil
+}
+
+func (x *Placement) GetFirstTokenTimeWithoutPull() *durationpb.Duration {
+	if x != nil {
+		return x.FirstTokenTimeWithoutPull
+	}
+	return nil
+}
+
+func (x *Placement) GetSpeedAssumed() bool {
+	if x != nil {
+		return x.SpeedAssumed
+	}
+	return false
+}
+
+func (x *Placement) GetLoad() *EngineLoad {
+	if x != nil {
+		return x.Load
+	}
+	return nil
+}
+
+// What an engine is to pull before it computes: StartPrefetch at its rank, with this engine.
+type PlannedPull struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Name of the engine that lends.
+	Engine string `protobuf:"bytes,1,opt,name=engine,proto3" json:"engine,omitempty"`
+	// Which independent KV cache of it.
+	Dp uint32 `protobuf:"varint,2,opt,name=dp,proto3" json:"dp,omitempty"`
+	// Leading blocks that lie on its host: what a cache lends.
+	HostBlocks uint32 `protobuf:"varint,3,opt,name=host_blocks,json=hostBlocks,proto3" json:"host_blocks,omitempty"`
+	// Blocks of these that the taker lacks.
+	Blocks uint32 `protobuf:"varint,4,opt,name=blocks,proto3" json:"blocks,omitempty"`
+	// Their bytes, at one rank of the taker.
+	Bytes uint64 `protobuf:"varint,5,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	// Between these two, as measured by the taker.
+	BytesPerSecond float64 `protobuf:"fixed64,6,opt,name=bytes_per_second,json=bytesPerSecond,proto3" json:"bytes_per_second,omitempty"`
+	// False: the two never exchanged pages, and what others came to is taken for it.
+	Measured bool `protobuf:"varint,7,opt,name=measured,proto3" json:"measured,omitempty"`
+	// Pulls from that engine in flight, those of plans since it last said included: they share its rate.
+	PullsInFlight uint32 `protobuf:"varint,8,opt,name=pulls_in_flight,json=pullsInFlight,proto3" json:"pulls_in_flight,omitempty"`
+	// Estimated.
+	Time          *durationpb.Duration `protobuf:"bytes,9,opt,name=time,proto3" json:"time,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PlannedPull) Reset() {
+	*x = PlannedPull{}
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PlannedPull) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PlannedPull) ProtoMessage() {}
+
+func (x *PlannedPull) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PlannedPull.ProtoReflect.Descriptor instead.
+func (*PlannedPull) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *PlannedPull) GetEngine() string {
+	if x != nil {
+		return x.Engine
+	}
+	return ""
+}
+
+func (x *PlannedPull) GetDp() uint32 {
+	if x != nil {
+		return x.Dp
+	}
+	return 0
+}
+
+func (x *PlannedPull) GetHostBlocks() uint32 {
+	if x != nil {
+		return x.HostBlocks
+	}
+	return 0
+}
+
+func (x *PlannedPull) GetBlocks() uint32 {
+	if x != nil {
+		return x.Blocks
+	}
+	return 0
+}
+
+func (x *PlannedPull) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *PlannedPull) GetBytesPerSecond() float64 {
+	if x != nil {
+		return x.BytesPerSecond
+	}
+	return 0
+}
+
+func (x *PlannedPull) GetMeasured() bool {
+	if x != nil {
+		return x.Measured
+	}
+	return false
+}
+
+func (x *PlannedPull) GetPullsInFlight() uint32 {
+	if x != nil {
+		return x.PullsInFlight
+	}
+	return 0
+}
+
+func (x *PlannedPull) GetTime() *durationpb.Duration {
+	if x != nil {
+		return x.Time
+	}
+	return nil
+}
+
 var File_kvgrpc_v1_index_service_proto protoreflect.FileDescriptor
 
 const file_kvgrpc_v1_index_service_proto_rawDesc = "" +
@@ -1514,16 +2044,66 @@ const file_kvgrpc_v1_index_service_proto_rawDesc = "" +
 	"\x11digests_different\x18\f \x01(\rR\x10digestsDifferent\x12\x1d\n" +
 	"\n" +
 	"last_error\x18\r \x01(\tR\tlastError\x12\x14\n" +
-	"\x05model\x18\x0e \x01(\tR\x05model*\xe1\x01\n" +
+	"\x05model\x18\x0e \x01(\tR\x05model\"\xbf\x01\n" +
+	"\vPlanRequest\x12/\n" +
+	"\aprompts\x18\x01 \x03(\v2\x15.kvgrpc.v1.PlanPromptR\aprompts\x12\x18\n" +
+	"\areserve\x18\x02 \x01(\bR\areserve\x12%\n" +
+	"\x0emax_placements\x18\x03 \x01(\rR\rmaxPlacements\x12>\n" +
+	"\rmax_staleness\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\fmaxStaleness\"\x88\x01\n" +
+	"\n" +
+	"PlanPrompt\x12.\n" +
+	"\x06prompt\x18\x01 \x01(\v2\x16.kvgrpc.v1.ScorePromptR\x06prompt\x12\x16\n" +
+	"\x06tokens\x18\x02 \x01(\rR\x06tokens\x12\x18\n" +
+	"\aengines\x18\x03 \x03(\tR\aengines\x12\x18\n" +
+	"\asources\x18\x04 \x03(\tR\asources\";\n" +
+	"\fPlanResponse\x12+\n" +
+	"\x05plans\x18\x01 \x03(\v2\x15.kvgrpc.v1.PromptPlanR\x05plans\"Z\n" +
+	"\n" +
+	"PromptPlan\x124\n" +
+	"\n" +
+	"placements\x18\x01 \x03(\v2\x14.kvgrpc.v1.PlacementR\n" +
+	"placements\x12\x16\n" +
+	"\x06blocks\x18\x02 \x01(\rR\x06blocks\"\xf3\x04\n" +
+	"\tPlacement\x12\x16\n" +
+	"\x06engine\x18\x01 \x01(\tR\x06engine\x12\x0e\n" +
+	"\x02dp\x18\x02 \x01(\rR\x02dp\x12#\n" +
+	"\rdevice_blocks\x18\x03 \x01(\rR\fdeviceBlocks\x12\x1f\n" +
+	"\vhost_blocks\x18\x04 \x01(\rR\n" +
+	"hostBlocks\x12\x16\n" +
+	"\x06blocks\x18\x05 \x01(\rR\x06blocks\x12\x1f\n" +
+	"\vpage_tokens\x18\x06 \x01(\rR\n" +
+	"pageTokens\x12*\n" +
+	"\x04pull\x18\a \x01(\v2\x16.kvgrpc.v1.PlannedPullR\x04pull\x12)\n" +
+	"\x0ecompute_tokens\x18\b \x01(\x04B\x020\x01R\rcomputeTokens\x128\n" +
+	"\n" +
+	"queue_time\x18\t \x01(\v2\x19.google.protobuf.DurationR\tqueueTime\x12<\n" +
+	"\fcompute_time\x18\n" +
+	" \x01(\v2\x19.google.protobuf.DurationR\vcomputeTime\x12C\n" +
+	"\x10first_token_time\x18\v \x01(\v2\x19.google.protobuf.DurationR\x0efirstTokenTime\x12[\n" +
+	"\x1dfirst_token_time_without_pull\x18\f \x01(\v2\x19.google.protobuf.DurationR\x19firstTokenTimeWithoutPull\x12#\n" +
+	"\rspeed_assumed\x18\r \x01(\bR\fspeedAssumed\x12)\n" +
+	"\x04load\x18\x0e \x01(\v2\x15.kvgrpc.v1.EngineLoadR\x04load\"\xa5\x02\n" +
+	"\vPlannedPull\x12\x16\n" +
+	"\x06engine\x18\x01 \x01(\tR\x06engine\x12\x0e\n" +
+	"\x02dp\x18\x02 \x01(\rR\x02dp\x12\x1f\n" +
+	"\vhost_blocks\x18\x03 \x01(\rR\n" +
+	"hostBlocks\x12\x16\n" +
+	"\x06blocks\x18\x04 \x01(\rR\x06blocks\x12\x18\n" +
+	"\x05bytes\x18\x05 \x01(\x04B\x020\x01R\x05bytes\x12(\n" +
+	"\x10bytes_per_second\x18\x06 \x01(\x01R\x0ebytesPerSecond\x12\x1a\n" +
+	"\bmeasured\x18\a \x01(\bR\bmeasured\x12&\n" +
+	"\x0fpulls_in_flight\x18\b \x01(\rR\rpullsInFlight\x12-\n" +
+	"\x04time\x18\t \x01(\v2\x19.google.protobuf.DurationR\x04time*\xe1\x01\n" +
 	"\x10IndexSourceState\x12\"\n" +
 	"\x1eINDEX_SOURCE_STATE_UNSPECIFIED\x10\x00\x12!\n" +
 	"\x1dINDEX_SOURCE_STATE_CONNECTING\x10\x01\x12!\n" +
 	"\x1dINDEX_SOURCE_STATE_REBUILDING\x10\x02\x12\"\n" +
 	"\x1eINDEX_SOURCE_STATE_CATCHING_UP\x10\x03\x12\x1e\n" +
 	"\x1aINDEX_SOURCE_STATE_CURRENT\x10\x04\x12\x1f\n" +
-	"\x1bINDEX_SOURCE_STATE_DOUBTFUL\x10\x052\xa2\x01\n" +
+	"\x1bINDEX_SOURCE_STATE_DOUBTFUL\x10\x052\xdb\x01\n" +
 	"\fIndexService\x12?\n" +
-	"\x05Score\x12\x17.kvgrpc.v1.ScoreRequest\x1a\x18.kvgrpc.v1.ScoreResponse\"\x03\x90\x02\x01\x12Q\n" +
+	"\x05Score\x12\x17.kvgrpc.v1.ScoreRequest\x1a\x18.kvgrpc.v1.ScoreResponse\"\x03\x90\x02\x01\x127\n" +
+	"\x04Plan\x12\x16.kvgrpc.v1.PlanRequest\x1a\x17.kvgrpc.v1.PlanResponse\x12Q\n" +
 	"\vListSources\x12\x1d.kvgrpc.v1.ListSourcesRequest\x1a\x1e.kvgrpc.v1.ListSourcesResponse\"\x03\x90\x02\x01B?\n" +
 	"\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3"
 
@@ -1540,7 +2120,7 @@ func file_kvgrpc_v1_index_service_proto_rawDescGZIP() []byte {
 }
 
 var file_kvgrpc_v1_index_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_kvgrpc_v1_index_service_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
+var file_kvgrpc_v1_index_service_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
 var file_kvgrpc_v1_index_service_proto_goTypes = []any{
 	(IndexSourceState)(0),         // 0: kvgrpc.v1.IndexSourceState
 	(*BlockHashes)(nil),           // 1: kvgrpc.v1.BlockHashes
@@ -1559,8 +2139,15 @@ var file_kvgrpc_v1_index_service_proto_goTypes = []any{
 	(*IndexSourceStateCount)(nil), // 14: kvgrpc.v1.IndexSourceStateCount
 	(*TierBlocks)(nil),            // 15: kvgrpc.v1.TierBlocks
 	(*IndexSource)(nil),           // 16: kvgrpc.v1.IndexSource
-	(*durationpb.Duration)(nil),   // 17: google.protobuf.Duration
-	(Tier)(0),                     // 18: kvgrpc.v1.Tier
+	(*PlanRequest)(nil),           // 17: kvgrpc.v1.PlanRequest
+	(*PlanPrompt)(nil),            // 18: kvgrpc.v1.PlanPrompt
+	(*PlanResponse)(nil),          // 19: kvgrpc.v1.PlanResponse
+	(*PromptPlan)(nil),            // 20: kvgrpc.v1.PromptPlan
+	(*Placement)(nil),             // 21: kvgrpc.v1.Placement
+	(*PlannedPull)(nil),           // 22: kvgrpc.v1.PlannedPull
+	(*durationpb.Duration)(nil),   // 23: google.protobuf.Duration
+	(Tier)(0),                     // 24: kvgrpc.v1.Tier
+	(*EngineLoad)(nil),            // 25: kvgrpc.v1.EngineLoad
 }
 var file_kvgrpc_v1_index_service_proto_depIdxs = []int32{
 	3,  // 0: kvgrpc.v1.VllmPrompt.lora:type_name -> kvgrpc.v1.LoraAdapter
@@ -1569,28 +2156,42 @@ var file_kvgrpc_v1_index_service_proto_depIdxs = []int32{
 	2,  // 3: kvgrpc.v1.ScorePrompt.sglang:type_name -> kvgrpc.v1.SglangPrompt
 	5,  // 4: kvgrpc.v1.ScorePrompt.vllm:type_name -> kvgrpc.v1.VllmPrompt
 	6,  // 5: kvgrpc.v1.ScoreRequest.prompts:type_name -> kvgrpc.v1.ScorePrompt
-	17, // 6: kvgrpc.v1.ScoreRequest.max_staleness:type_name -> google.protobuf.Duration
+	23, // 6: kvgrpc.v1.ScoreRequest.max_staleness:type_name -> google.protobuf.Duration
 	9,  // 7: kvgrpc.v1.ScoreResponse.prompts:type_name -> kvgrpc.v1.PromptScores
 	10, // 8: kvgrpc.v1.PromptScores.scores:type_name -> kvgrpc.v1.CacheScore
 	11, // 9: kvgrpc.v1.CacheScore.freshness:type_name -> kvgrpc.v1.Freshness
 	0,  // 10: kvgrpc.v1.Freshness.state:type_name -> kvgrpc.v1.IndexSourceState
-	17, // 11: kvgrpc.v1.Freshness.idle_time:type_name -> google.protobuf.Duration
+	23, // 11: kvgrpc.v1.Freshness.idle_time:type_name -> google.protobuf.Duration
 	0,  // 12: kvgrpc.v1.ListSourcesRequest.states:type_name -> kvgrpc.v1.IndexSourceState
 	16, // 13: kvgrpc.v1.ListSourcesResponse.sources:type_name -> kvgrpc.v1.IndexSource
 	14, // 14: kvgrpc.v1.ListSourcesResponse.counts:type_name -> kvgrpc.v1.IndexSourceStateCount
 	0,  // 15: kvgrpc.v1.IndexSourceStateCount.state:type_name -> kvgrpc.v1.IndexSourceState
-	18, // 16: kvgrpc.v1.TierBlocks.tier:type_name -> kvgrpc.v1.Tier
+	24, // 16: kvgrpc.v1.TierBlocks.tier:type_name -> kvgrpc.v1.Tier
 	11, // 17: kvgrpc.v1.IndexSource.freshness:type_name -> kvgrpc.v1.Freshness
 	15, // 18: kvgrpc.v1.IndexSource.blocks:type_name -> kvgrpc.v1.TierBlocks
-	7,  // 19: kvgrpc.v1.IndexService.Score:input_type -> kvgrpc.v1.ScoreRequest
-	12, // 20: kvgrpc.v1.IndexService.ListSources:input_type -> kvgrpc.v1.ListSourcesRequest
-	8,  // 21: kvgrpc.v1.IndexService.Score:output_type -> kvgrpc.v1.ScoreResponse
-	13, // 22: kvgrpc.v1.IndexService.ListSources:output_type -> kvgrpc.v1.ListSourcesResponse
-	21, // [21:23] is the sub-list for method output_type
-	19, // [19:21] is the sub-list for method input_type
-	19, // [19:19] is the sub-list for extension type_name
-	19, // [19:19] is the sub-list for extension extendee
-	0,  // [0:19] is the sub-list for field type_name
+	18, // 19: kvgrpc.v1.PlanRequest.prompts:type_name -> kvgrpc.v1.PlanPrompt
+	23, // 20: kvgrpc.v1.PlanRequest.max_staleness:type_name -> google.protobuf.Duration
+	6,  // 21: kvgrpc.v1.PlanPrompt.prompt:type_name -> kvgrpc.v1.ScorePrompt
+	20, // 22: kvgrpc.v1.PlanResponse.plans:type_name -> kvgrpc.v1.PromptPlan
+	21, // 23: kvgrpc.v1.PromptPlan.placements:type_name -> kvgrpc.v1.Placement
+	22, // 24: kvgrpc.v1.Placement.pull:type_name -> kvgrpc.v1.PlannedPull
+	23, // 25: kvgrpc.v1.Placement.queue_time:type_name -> google.protobuf.Duration
+	23, // 26: kvgrpc.v1.Placement.compute_time:type_name -> google.protobuf.Duration
+	23, // 27: kvgrpc.v1.Placement.first_token_time:type_name -> google.protobuf.Duration
+	23, // 28: kvgrpc.v1.Placement.first_token_time_without_pull:type_name -> google.protobuf.Duration
+	25, // 29: kvgrpc.v1.Placement.load:type_name -> kvgrpc.v1.EngineLoad
+	23, // 30: kvgrpc.v1.PlannedPull.time:type_name -> google.protobuf.Duration
+	7,  // 31: kvgrpc.v1.IndexService.Score:input_type -> kvgrpc.v1.ScoreRequest
+	17, // 32: kvgrpc.v1.IndexService.Plan:input_type -> kvgrpc.v1.PlanRequest
+	12, // 33: kvgrpc.v1.IndexService.ListSources:input_type -> kvgrpc.v1.ListSourcesRequest
+	8,  // 34: kvgrpc.v1.IndexService.Score:output_type -> kvgrpc.v1.ScoreResponse
+	19, // 35: kvgrpc.v1.IndexService.Plan:output_type -> kvgrpc.v1.PlanResponse
+	13, // 36: kvgrpc.v1.IndexService.ListSources:output_type -> kvgrpc.v1.ListSourcesResponse
+	34, // [34:37] is the sub-list for method output_type
+	31, // [31:34] is the sub-list for method input_type
+	31, // [31:31] is the sub-list for extension type_name
+	31, // [31:31] is the sub-list for extension extendee
+	0,  // [0:31] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_index_service_proto_init() }
@@ -1611,7 +2212,7 @@ func file_kvgrpc_v1_index_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvgrpc_v1_index_service_proto_rawDesc), len(file_kvgrpc_v1_index_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   16,
+			NumMessages:   22,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

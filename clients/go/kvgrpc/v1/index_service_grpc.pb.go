@@ -22,6 +22,7 @@ const _ = grpc.SupportPackageIsVersion9
 
 const (
 	IndexService_Score_FullMethodName       = "/kvgrpc.v1.IndexService/Score"
+	IndexService_Plan_FullMethodName        = "/kvgrpc.v1.IndexService/Plan"
 	IndexService_ListSources_FullMethodName = "/kvgrpc.v1.IndexService/ListSources"
 )
 
@@ -38,6 +39,11 @@ type IndexServiceClient interface {
 	// settings that no engine has, no model where the caches are of several), TOO_MANY_REQUESTS (long prompts of one
 	// caller), SERVER_DRAINING.
 	Score(ctx context.Context, in *ScoreRequest, opts ...grpc.CallOption) (*ScoreResponse, error)
+	// Says of each request where to run it, and from whom to pull which part of its prompt, with the figures that this rests
+	// on. What is compared is the estimated time to the first token: the queue of the engine, its own blocks, pages pulled
+	// at the rate that was measured between the two, and what is left to compute.
+	// Roles: rank, consumer, operator. Errors: as of Score.
+	Plan(ctx context.Context, in *PlanRequest, opts ...grpc.CallOption) (*PlanResponse, error)
 	// Lists the caches that are followed, ordered by engine and dp, paged.
 	// Roles: rank, consumer, operator. Errors: INVALID_REQUEST, SERVER_DRAINING.
 	ListSources(ctx context.Context, in *ListSourcesRequest, opts ...grpc.CallOption) (*ListSourcesResponse, error)
@@ -55,6 +61,16 @@ func (c *indexServiceClient) Score(ctx context.Context, in *ScoreRequest, opts .
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(ScoreResponse)
 	err := c.cc.Invoke(ctx, IndexService_Score_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *indexServiceClient) Plan(ctx context.Context, in *PlanRequest, opts ...grpc.CallOption) (*PlanResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(PlanResponse)
+	err := c.cc.Invoke(ctx, IndexService_Plan_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -84,6 +100,11 @@ type IndexServiceServer interface {
 	// settings that no engine has, no model where the caches are of several), TOO_MANY_REQUESTS (long prompts of one
 	// caller), SERVER_DRAINING.
 	Score(context.Context, *ScoreRequest) (*ScoreResponse, error)
+	// Says of each request where to run it, and from whom to pull which part of its prompt, with the figures that this rests
+	// on. What is compared is the estimated time to the first token: the queue of the engine, its own blocks, pages pulled
+	// at the rate that was measured between the two, and what is left to compute.
+	// Roles: rank, consumer, operator. Errors: as of Score.
+	Plan(context.Context, *PlanRequest) (*PlanResponse, error)
 	// Lists the caches that are followed, ordered by engine and dp, paged.
 	// Roles: rank, consumer, operator. Errors: INVALID_REQUEST, SERVER_DRAINING.
 	ListSources(context.Context, *ListSourcesRequest) (*ListSourcesResponse, error)
@@ -99,6 +120,9 @@ type UnimplementedIndexServiceServer struct{}
 
 func (UnimplementedIndexServiceServer) Score(context.Context, *ScoreRequest) (*ScoreResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Score not implemented")
+}
+func (UnimplementedIndexServiceServer) Plan(context.Context, *PlanRequest) (*PlanResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Plan not implemented")
 }
 func (UnimplementedIndexServiceServer) ListSources(context.Context, *ListSourcesRequest) (*ListSourcesResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ListSources not implemented")
@@ -142,6 +166,24 @@ func _IndexService_Score_Handler(srv interface{}, ctx context.Context, dec func(
 	return interceptor(ctx, in, info, handler)
 }
 
+func _IndexService_Plan_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(PlanRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(IndexServiceServer).Plan(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: IndexService_Plan_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(IndexServiceServer).Plan(ctx, req.(*PlanRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _IndexService_ListSources_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ListSourcesRequest)
 	if err := dec(in); err != nil {
@@ -170,6 +212,10 @@ var IndexService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Score",
 			Handler:    _IndexService_Score_Handler,
+		},
+		{
+			MethodName: "Plan",
+			Handler:    _IndexService_Plan_Handler,
 		},
 		{
 			MethodName: "ListSources",

@@ -509,7 +509,11 @@ type CacheOperation struct {
 	// One for each page behind the covered ones. Left out of lists.
 	PageOutcomes []PageOutcome `protobuf:"varint,19,rep,packed,name=page_outcomes,json=pageOutcomes,proto3,enum=kvgrpc.v1.PageOutcome" json:"page_outcomes,omitempty"`
 	// The first thing that went wrong.
-	Failure       *Failure `protobuf:"bytes,20,opt,name=failure,proto3" json:"failure,omitempty"`
+	Failure *Failure `protobuf:"bytes,20,opt,name=failure,proto3" json:"failure,omitempty"`
+	// Of the pages that a prefetch brought, those that a request has used since.
+	UsedPages uint32 `protobuf:"varint,21,opt,name=used_pages,json=usedPages,proto3" json:"used_pages,omitempty"`
+	// Of them, those that left the host before a request used them. Neither is known of every engine: 0 then.
+	WastedPages   uint32 `protobuf:"varint,22,opt,name=wasted_pages,json=wastedPages,proto3" json:"wasted_pages,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -684,6 +688,20 @@ func (x *CacheOperation) GetFailure() *Failure {
 	return nil
 }
 
+func (x *CacheOperation) GetUsedPages() uint32 {
+	if x != nil {
+		return x.UsedPages
+	}
+	return 0
+}
+
+func (x *CacheOperation) GetWastedPages() uint32 {
+	if x != nil {
+		return x.WastedPages
+	}
+	return 0
+}
+
 // Request of Lookup.
 type LookupRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -833,7 +851,10 @@ type StartPrefetchRequest struct {
 	// Smaller is more urgent; -1000 to 1000.
 	Priority int32 `protobuf:"zigzag32,4,opt,name=priority,proto3" json:"priority,omitempty"`
 	// Whose it is: tenants of one priority are served in turn. At most 128 characters.
-	Tenant        string `protobuf:"bytes,5,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	Tenant string `protobuf:"bytes,5,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	// Engines whose host caches pages may come from, as a plan named them; at most 64. Empty: whichever the rank finds.
+	// FEATURE_DISABLED where the rank takes no pages of others.
+	Engines       []string `protobuf:"bytes,6,rep,name=engines,proto3" json:"engines,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -901,6 +922,13 @@ func (x *StartPrefetchRequest) GetTenant() string {
 		return x.Tenant
 	}
 	return ""
+}
+
+func (x *StartPrefetchRequest) GetEngines() []string {
+	if x != nil {
+		return x.Engines
+	}
+	return nil
 }
 
 // Response of StartPrefetch.
@@ -2254,7 +2282,9 @@ type AgreementStart struct {
 	// Scope within the model, for a later purge.
 	ExtraKey string `protobuf:"bytes,6,opt,name=extra_key,json=extraKey,proto3" json:"extra_key,omitempty"`
 	// What it does; unspecified: a prefetch.
-	Kind          OperationKind `protobuf:"varint,7,opt,name=kind,proto3,enum=kvgrpc.v1.OperationKind" json:"kind,omitempty"`
+	Kind OperationKind `protobuf:"varint,7,opt,name=kind,proto3,enum=kvgrpc.v1.OperationKind" json:"kind,omitempty"`
+	// As in StartPrefetch.
+	Engines       []string `protobuf:"bytes,8,rep,name=engines,proto3" json:"engines,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2336,6 +2366,13 @@ func (x *AgreementStart) GetKind() OperationKind {
 		return x.Kind
 	}
 	return OperationKind_OPERATION_KIND_UNSPECIFIED
+}
+
+func (x *AgreementStart) GetEngines() []string {
+	if x != nil {
+		return x.Engines
+	}
+	return nil
 }
 
 // From a rank to the leader.
@@ -2500,7 +2537,7 @@ const file_kvgrpc_v1_prefetch_service_proto_rawDesc = "" +
 	"\x06bigram\x18\x05 \x01(\bR\x06bigramB\f\n" +
 	"\n" +
 	"_extra_keyB\r\n" +
-	"\v_cache_salt\"\x89\x06\n" +
+	"\v_cache_salt\"\xcb\x06\n" +
 	"\x0eCacheOperation\x12!\n" +
 	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12\x1d\n" +
 	"\n" +
@@ -2525,7 +2562,10 @@ const file_kvgrpc_v1_prefetch_service_proto_rawDesc = "" +
 	"start_time\x18\x11 \x01(\v2\x1a.google.protobuf.TimestampR\tstartTime\x12-\n" +
 	"\x04took\x18\x12 \x01(\v2\x19.google.protobuf.DurationR\x04took\x12;\n" +
 	"\rpage_outcomes\x18\x13 \x03(\x0e2\x16.kvgrpc.v1.PageOutcomeR\fpageOutcomes\x12,\n" +
-	"\afailure\x18\x14 \x01(\v2\x12.kvgrpc.v1.FailureR\afailure\"f\n" +
+	"\afailure\x18\x14 \x01(\v2\x12.kvgrpc.v1.FailureR\afailure\x12\x1d\n" +
+	"\n" +
+	"used_pages\x18\x15 \x01(\rR\tusedPages\x12!\n" +
+	"\fwasted_pages\x18\x16 \x01(\rR\vwastedPages\"f\n" +
 	"\rLookupRequest\x12,\n" +
 	"\x05pages\x18\x01 \x01(\v2\x16.kvgrpc.v1.PromptPagesR\x05pages\x12'\n" +
 	"\x0fwithout_storage\x18\x02 \x01(\bR\x0ewithoutStorage\"\xb9\x01\n" +
@@ -2537,14 +2577,15 @@ const file_kvgrpc_v1_prefetch_service_proto_rawDesc = "" +
 	"host_pages\x18\x03 \x01(\rR\thostPages\x12#\n" +
 	"\rstorage_pages\x18\x04 \x01(\rR\fstoragePages\x12\x1f\n" +
 	"\vpage_tokens\x18\x05 \x01(\rR\n" +
-	"pageTokens\"\xcc\x01\n" +
+	"pageTokens\"\xe6\x01\n" +
 	"\x14StartPrefetchRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12,\n" +
 	"\x05pages\x18\x02 \x01(\v2\x16.kvgrpc.v1.PromptPagesR\x05pages\x123\n" +
 	"\atimeout\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\atimeout\x12\x1a\n" +
 	"\bpriority\x18\x04 \x01(\x11R\bpriority\x12\x16\n" +
-	"\x06tenant\x18\x05 \x01(\tR\x06tenant\"P\n" +
+	"\x06tenant\x18\x05 \x01(\tR\x06tenant\x12\x18\n" +
+	"\aengines\x18\x06 \x03(\tR\aengines\"P\n" +
 	"\x15StartPrefetchResponse\x127\n" +
 	"\toperation\x18\x01 \x01(\v2\x19.kvgrpc.v1.CacheOperationR\toperation\"Z\n" +
 	"\x16WatchOperationsRequest\x12#\n" +
@@ -2649,7 +2690,7 @@ const file_kvgrpc_v1_prefetch_service_proto_rawDesc = "" +
 	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12/\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x19.kvgrpc.v1.AgreementStageR\x05stage\x12\x14\n" +
 	"\x05pages\x18\x03 \x01(\rR\x05pages\x12,\n" +
-	"\x04stop\x18\x04 \x01(\x0e2\x18.kvgrpc.v1.OperationStopR\x04stop\"\x88\x02\n" +
+	"\x04stop\x18\x04 \x01(\x0e2\x18.kvgrpc.v1.OperationStopR\x04stop\"\xa2\x02\n" +
 	"\x0eAgreementStart\x12!\n" +
 	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12\x1f\n" +
 	"\vpage_hashes\x18\x02 \x03(\fR\n" +
@@ -2658,7 +2699,8 @@ const file_kvgrpc_v1_prefetch_service_proto_rawDesc = "" +
 	"\bpriority\x18\x04 \x01(\x11R\bpriority\x12\x16\n" +
 	"\x06tenant\x18\x05 \x01(\tR\x06tenant\x12\x1b\n" +
 	"\textra_key\x18\x06 \x01(\tR\bextraKey\x12,\n" +
-	"\x04kind\x18\a \x01(\x0e2\x18.kvgrpc.v1.OperationKindR\x04kind\"w\n" +
+	"\x04kind\x18\a \x01(\x0e2\x18.kvgrpc.v1.OperationKindR\x04kind\x12\x18\n" +
+	"\aengines\x18\b \x03(\tR\aengines\"w\n" +
 	"\x14JoinAgreementRequest\x12/\n" +
 	"\x05hello\x18\x01 \x01(\v2\x19.kvgrpc.v1.AgreementHelloR\x05hello\x12.\n" +
 	"\x05votes\x18\x02 \x03(\v2\x18.kvgrpc.v1.AgreementVoteR\x05votes\"\xff\x01\n" +

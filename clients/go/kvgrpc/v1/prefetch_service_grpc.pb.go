@@ -45,8 +45,9 @@ type PrefetchServiceClient interface {
 	// answer).
 	Lookup(ctx context.Context, in *LookupRequest, opts ...grpc.CallOption) (*LookupResponse, error)
 	// Begins to bring pages from storage to the host and answers at once; see WatchOperations. A repeat with the same
-	// request_id answers with the operation that it began. To decline is an answer, too: state and stop say it.
-	// Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
+	// request_id answers with the operation that it began. To decline is an answer, too: state and stop say it. A caller has
+	// a share of the operations and of their pages.
+	// Roles: rank, consumer, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
 	// SERVER_DRAINING.
 	StartPrefetch(ctx context.Context, in *StartPrefetchRequest, opts ...grpc.CallOption) (*StartPrefetchResponse, error)
 	// Tells the state of operations: first how they stand (the last message of that part says complete), then the latest
@@ -56,7 +57,7 @@ type PrefetchServiceClient interface {
 	WatchOperations(ctx context.Context, in *WatchOperationsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchOperationsResponse], error)
 	// Cuts an operation short and waits, up to the deadline of the call, until nothing moves its pages any more. What is in
 	// place by then stays usable. One that has ended stays as it is. For the caller that began it, and for operators.
-	// Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
+	// Roles: rank, consumer, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
 	TerminatePrefetch(ctx context.Context, in *TerminatePrefetchRequest, opts ...grpc.CallOption) (*TerminatePrefetchResponse, error)
 	// Begins to write the leading pages that the host has to storage and answers at once. Every rank of the replica writes
 	// its own part, as many pages as the host of each has; what counts as completed is in storage for all of them.
@@ -216,8 +217,9 @@ type PrefetchServiceServer interface {
 	// answer).
 	Lookup(context.Context, *LookupRequest) (*LookupResponse, error)
 	// Begins to bring pages from storage to the host and answers at once; see WatchOperations. A repeat with the same
-	// request_id answers with the operation that it began. To decline is an answer, too: state and stop say it.
-	// Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
+	// request_id answers with the operation that it began. To decline is an answer, too: state and stop say it. A caller has
+	// a share of the operations and of their pages.
+	// Roles: rank, consumer, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
 	// SERVER_DRAINING.
 	StartPrefetch(context.Context, *StartPrefetchRequest) (*StartPrefetchResponse, error)
 	// Tells the state of operations: first how they stand (the last message of that part says complete), then the latest
@@ -227,7 +229,7 @@ type PrefetchServiceServer interface {
 	WatchOperations(*WatchOperationsRequest, grpc.ServerStreamingServer[WatchOperationsResponse]) error
 	// Cuts an operation short and waits, up to the deadline of the call, until nothing moves its pages any more. What is in
 	// place by then stays usable. One that has ended stays as it is. For the caller that began it, and for operators.
-	// Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
+	// Roles: rank, consumer, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
 	TerminatePrefetch(context.Context, *TerminatePrefetchRequest) (*TerminatePrefetchResponse, error)
 	// Begins to write the leading pages that the host has to storage and answers at once. Every rank of the replica writes
 	// its own part, as many pages as the host of each has; what counts as completed is in storage for all of them.

@@ -220,7 +220,10 @@ type CountPagesRequest struct {
 	// What the pages must be.
 	Identity *PageIdentity `protobuf:"bytes,1,opt,name=identity,proto3" json:"identity,omitempty"`
 	// Hashes of all pages from the first one of the prompt on, 32 bytes each. At most 65,536.
-	PageHashes    [][]byte `protobuf:"bytes,2,rep,name=page_hashes,json=pageHashes,proto3" json:"page_hashes,omitempty"`
+	PageHashes [][]byte `protobuf:"bytes,2,rep,name=page_hashes,json=pageHashes,proto3" json:"page_hashes,omitempty"`
+	// By which LendPages may name this prompt: 32 random bytes, other ones at each holder, so that nobody else can name it.
+	// Empty: LendPages will not.
+	PromptName    []byte `protobuf:"bytes,3,opt,name=prompt_name,json=promptName,proto3" json:"prompt_name,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -265,6 +268,13 @@ func (x *CountPagesRequest) GetIdentity() *PageIdentity {
 func (x *CountPagesRequest) GetPageHashes() [][]byte {
 	if x != nil {
 		return x.PageHashes
+	}
+	return nil
+}
+
+func (x *CountPagesRequest) GetPromptName() []byte {
+	if x != nil {
+		return x.PromptName
 	}
 	return nil
 }
@@ -327,7 +337,12 @@ type LendPagesRequest struct {
 	// Under which the pages are sent; chosen by the caller at random, 1 to 2^63 - 1.
 	Room uint64 `protobuf:"varint,4,opt,name=room,proto3" json:"room,omitempty"`
 	// Who takes them.
-	Taker         *RankRef `protobuf:"bytes,5,opt,name=taker,proto3" json:"taker,omitempty"`
+	Taker *RankRef `protobuf:"bytes,5,opt,name=taker,proto3" json:"taker,omitempty"`
+	// The prompt_name with which this holder was asked by CountPages just before: it knows that prompt, and page_hashes are
+	// left out. Empty: page_hashes are there.
+	CountedPrompt []byte `protobuf:"bytes,6,opt,name=counted_prompt,json=countedPrompt,proto3" json:"counted_prompt,omitempty"`
+	// With counted_prompt: so many pages are wanted, from first_page on.
+	Pages         uint32 `protobuf:"varint,7,opt,name=pages,proto3" json:"pages,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -397,6 +412,20 @@ func (x *LendPagesRequest) GetTaker() *RankRef {
 	return nil
 }
 
+func (x *LendPagesRequest) GetCountedPrompt() []byte {
+	if x != nil {
+		return x.CountedPrompt
+	}
+	return nil
+}
+
+func (x *LendPagesRequest) GetPages() uint32 {
+	if x != nil {
+		return x.Pages
+	}
+	return 0
+}
+
 // Response of LendPages.
 type LendPagesResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -405,7 +434,9 @@ type LendPagesResponse struct {
 	// Whose session the room needs.
 	Holder *RankRef `protobuf:"bytes,2,opt,name=holder,proto3" json:"holder,omitempty"`
 	// Sizes of its engine.
-	Layout        *Layout `protobuf:"bytes,3,opt,name=layout,proto3" json:"layout,omitempty"`
+	Layout *Layout `protobuf:"bytes,3,opt,name=layout,proto3" json:"layout,omitempty"`
+	// True: counted_prompt is not known, or not any more. Nothing is lent; ask again with page_hashes.
+	PromptUnknown bool `protobuf:"varint,4,opt,name=prompt_unknown,json=promptUnknown,proto3" json:"prompt_unknown,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -459,6 +490,13 @@ func (x *LendPagesResponse) GetLayout() *Layout {
 		return x.Layout
 	}
 	return nil
+}
+
+func (x *LendPagesResponse) GetPromptUnknown() bool {
+	if x != nil {
+		return x.PromptUnknown
+	}
+	return false
 }
 
 // One pull, as this rank sees it.
@@ -734,14 +772,16 @@ const file_kvgrpc_v1_pull_service_proto_rawDesc = "" +
 	"\app_size\x18\t \x01(\rR\x06ppSize\x12\x17\n" +
 	"\acp_rank\x18\n" +
 	" \x01(\rR\x06cpRank\x12\x17\n" +
-	"\acp_size\x18\v \x01(\rR\x06cpSize\"i\n" +
+	"\acp_size\x18\v \x01(\rR\x06cpSize\"\x8a\x01\n" +
 	"\x11CountPagesRequest\x123\n" +
 	"\bidentity\x18\x01 \x01(\v2\x17.kvgrpc.v1.PageIdentityR\bidentity\x12\x1f\n" +
 	"\vpage_hashes\x18\x02 \x03(\fR\n" +
-	"pageHashes\"3\n" +
+	"pageHashes\x12\x1f\n" +
+	"\vprompt_name\x18\x03 \x01(\fR\n" +
+	"promptName\"3\n" +
 	"\x12CountPagesResponse\x12\x1d\n" +
 	"\n" +
-	"host_pages\x18\x01 \x01(\rR\thostPages\"\xc9\x01\n" +
+	"host_pages\x18\x01 \x01(\rR\thostPages\"\x86\x02\n" +
 	"\x10LendPagesRequest\x123\n" +
 	"\bidentity\x18\x01 \x01(\v2\x17.kvgrpc.v1.PageIdentityR\bidentity\x12\x1f\n" +
 	"\vpage_hashes\x18\x02 \x03(\fR\n" +
@@ -749,12 +789,15 @@ const file_kvgrpc_v1_pull_service_proto_rawDesc = "" +
 	"\n" +
 	"first_page\x18\x03 \x01(\rR\tfirstPage\x12\x16\n" +
 	"\x04room\x18\x04 \x01(\x04B\x020\x01R\x04room\x12(\n" +
-	"\x05taker\x18\x05 \x01(\v2\x12.kvgrpc.v1.RankRefR\x05taker\"\x89\x01\n" +
+	"\x05taker\x18\x05 \x01(\v2\x12.kvgrpc.v1.RankRefR\x05taker\x12%\n" +
+	"\x0ecounted_prompt\x18\x06 \x01(\fR\rcountedPrompt\x12\x14\n" +
+	"\x05pages\x18\a \x01(\rR\x05pages\"\xb0\x01\n" +
 	"\x11LendPagesResponse\x12\x1d\n" +
 	"\n" +
 	"lent_pages\x18\x01 \x01(\rR\tlentPages\x12*\n" +
 	"\x06holder\x18\x02 \x01(\v2\x12.kvgrpc.v1.RankRefR\x06holder\x12)\n" +
-	"\x06layout\x18\x03 \x01(\v2\x11.kvgrpc.v1.LayoutR\x06layout\"\xbf\x03\n" +
+	"\x06layout\x18\x03 \x01(\v2\x11.kvgrpc.v1.LayoutR\x06layout\x12%\n" +
+	"\x0eprompt_unknown\x18\x04 \x01(\bR\rpromptUnknown\"\xbf\x03\n" +
 	"\x04Pull\x12\x16\n" +
 	"\x04room\x18\x01 \x01(\x04B\x020\x01R\x04room\x126\n" +
 	"\tdirection\x18\x02 \x01(\x0e2\x18.kvgrpc.v1.PullDirectionR\tdirection\x12&\n" +

@@ -25,6 +25,132 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// Where a setting comes from.
+type SettingSource int32
+
+const (
+	// Never sent.
+	SettingSource_SETTING_SOURCE_UNSPECIFIED SettingSource = 0
+	// Nobody said anything else.
+	SettingSource_SETTING_SOURCE_DEFAULT SettingSource = 1
+	// The TOML file that KVGRPC_CONFIG names.
+	SettingSource_SETTING_SOURCE_FILE SettingSource = 2
+	// A variable KVGRPC_... of the environment.
+	SettingSource_SETTING_SOURCE_ENVIRONMENT SettingSource = 3
+	// The engine's own code or command line.
+	SettingSource_SETTING_SOURCE_ENGINE SettingSource = 4
+)
+
+// Enum value maps for SettingSource.
+var (
+	SettingSource_name = map[int32]string{
+		0: "SETTING_SOURCE_UNSPECIFIED",
+		1: "SETTING_SOURCE_DEFAULT",
+		2: "SETTING_SOURCE_FILE",
+		3: "SETTING_SOURCE_ENVIRONMENT",
+		4: "SETTING_SOURCE_ENGINE",
+	}
+	SettingSource_value = map[string]int32{
+		"SETTING_SOURCE_UNSPECIFIED": 0,
+		"SETTING_SOURCE_DEFAULT":     1,
+		"SETTING_SOURCE_FILE":        2,
+		"SETTING_SOURCE_ENVIRONMENT": 3,
+		"SETTING_SOURCE_ENGINE":      4,
+	}
+)
+
+func (x SettingSource) Enum() *SettingSource {
+	p := new(SettingSource)
+	*p = x
+	return p
+}
+
+func (x SettingSource) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (SettingSource) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvgrpc_v1_server_service_proto_enumTypes[0].Descriptor()
+}
+
+func (SettingSource) Type() protoreflect.EnumType {
+	return &file_kvgrpc_v1_server_service_proto_enumTypes[0]
+}
+
+func (x SettingSource) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use SettingSource.Descriptor instead.
+func (SettingSource) EnumDescriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{0}
+}
+
+// What the registration of a process is at.
+type RegistrationState int32
+
+const (
+	// Never sent.
+	RegistrationState_REGISTRATION_STATE_UNSPECIFIED RegistrationState = 0
+	// It registers for the first time.
+	RegistrationState_REGISTRATION_STATE_STARTING RegistrationState = 1
+	// The registry has its rows, and their leases are renewed.
+	RegistrationState_REGISTRATION_STATE_REGISTERED RegistrationState = 2
+	// The registry is away, or does not know the leases; it comes back by itself, and hand-offs go on meanwhile.
+	RegistrationState_REGISTRATION_STATE_RETRYING RegistrationState = 3
+	// Newer incarnations took all rows over: the process must be stopped.
+	RegistrationState_REGISTRATION_STATE_SUPERSEDED RegistrationState = 4
+	// It deregistered: drained, or about to end.
+	RegistrationState_REGISTRATION_STATE_CLOSED RegistrationState = 5
+)
+
+// Enum value maps for RegistrationState.
+var (
+	RegistrationState_name = map[int32]string{
+		0: "REGISTRATION_STATE_UNSPECIFIED",
+		1: "REGISTRATION_STATE_STARTING",
+		2: "REGISTRATION_STATE_REGISTERED",
+		3: "REGISTRATION_STATE_RETRYING",
+		4: "REGISTRATION_STATE_SUPERSEDED",
+		5: "REGISTRATION_STATE_CLOSED",
+	}
+	RegistrationState_value = map[string]int32{
+		"REGISTRATION_STATE_UNSPECIFIED": 0,
+		"REGISTRATION_STATE_STARTING":    1,
+		"REGISTRATION_STATE_REGISTERED":  2,
+		"REGISTRATION_STATE_RETRYING":    3,
+		"REGISTRATION_STATE_SUPERSEDED":  4,
+		"REGISTRATION_STATE_CLOSED":      5,
+	}
+)
+
+func (x RegistrationState) Enum() *RegistrationState {
+	p := new(RegistrationState)
+	*p = x
+	return p
+}
+
+func (x RegistrationState) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (RegistrationState) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvgrpc_v1_server_service_proto_enumTypes[1].Descriptor()
+}
+
+func (RegistrationState) Type() protoreflect.EnumType {
+	return &file_kvgrpc_v1_server_service_proto_enumTypes[1]
+}
+
+func (x RegistrationState) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use RegistrationState.Descriptor instead.
+func (RegistrationState) EnumDescriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{1}
+}
+
 // Request of GetServerInfo.
 type GetServerInfoRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -80,9 +206,22 @@ type GetServerInfoResponse struct {
 	// True once draining began.
 	Draining bool `protobuf:"varint,8,opt,name=draining,proto3" json:"draining,omitempty"`
 	// Process id on its host.
-	Pid           uint32 `protobuf:"varint,9,opt,name=pid,proto3" json:"pid,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Pid uint32 `protobuf:"varint,9,opt,name=pid,proto3" json:"pid,omitempty"`
+	// Settings of a rank in force, by name. Told to operators, and where nobody has to prove who calls.
+	Settings []*Setting `protobuf:"bytes,10,rep,name=settings,proto3" json:"settings,omitempty"`
+	// How its port is protected.
+	Security *PortSecurity `protobuf:"bytes,11,opt,name=security,proto3" json:"security,omitempty"`
+	// The registry as seen from here; absent where this registers nowhere.
+	Registration *RegistrationInfo `protobuf:"bytes,12,opt,name=registration,proto3" json:"registration,omitempty"`
+	// Versions of what it runs on, by name: python, grpcio, protobuf, and torch, sglang, vllm and others where they are
+	// loaded.
+	Versions map[string]string `protobuf:"bytes,13,rep,name=versions,proto3" json:"versions,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// Now, by this host's clock.
+	Time *timestamppb.Timestamp `protobuf:"bytes,14,opt,name=time,proto3" json:"time,omitempty"`
+	// Where peers reach its data plane, each "host:port"; none where that is of this host alone.
+	DataPlaneEndpoints []string `protobuf:"bytes,15,rep,name=data_plane_endpoints,json=dataPlaneEndpoints,proto3" json:"data_plane_endpoints,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *GetServerInfoResponse) Reset() {
@@ -171,6 +310,258 @@ func (x *GetServerInfoResponse) GetPid() uint32 {
 	return 0
 }
 
+func (x *GetServerInfoResponse) GetSettings() []*Setting {
+	if x != nil {
+		return x.Settings
+	}
+	return nil
+}
+
+func (x *GetServerInfoResponse) GetSecurity() *PortSecurity {
+	if x != nil {
+		return x.Security
+	}
+	return nil
+}
+
+func (x *GetServerInfoResponse) GetRegistration() *RegistrationInfo {
+	if x != nil {
+		return x.Registration
+	}
+	return nil
+}
+
+func (x *GetServerInfoResponse) GetVersions() map[string]string {
+	if x != nil {
+		return x.Versions
+	}
+	return nil
+}
+
+func (x *GetServerInfoResponse) GetTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Time
+	}
+	return nil
+}
+
+func (x *GetServerInfoResponse) GetDataPlaneEndpoints() []string {
+	if x != nil {
+		return x.DataPlaneEndpoints
+	}
+	return nil
+}
+
+// A setting in force.
+type Setting struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As in docs/operations.md; parts of a table with a dot between: "timing.idle_timeout".
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// As text; of a secret "set".
+	Value string `protobuf:"bytes,2,opt,name=value,proto3" json:"value,omitempty"`
+	// Who said so.
+	Source        SettingSource `protobuf:"varint,3,opt,name=source,proto3,enum=kvgrpc.v1.SettingSource" json:"source,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Setting) Reset() {
+	*x = Setting{}
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Setting) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Setting) ProtoMessage() {}
+
+func (x *Setting) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Setting.ProtoReflect.Descriptor instead.
+func (*Setting) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *Setting) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Setting) GetValue() string {
+	if x != nil {
+		return x.Value
+	}
+	return ""
+}
+
+func (x *Setting) GetSource() SettingSource {
+	if x != nil {
+		return x.Source
+	}
+	return SettingSource_SETTING_SOURCE_UNSPECIFIED
+}
+
+// How a port is protected.
+type PortSecurity struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Connections are encrypted.
+	Tls bool `protobuf:"varint,1,opt,name=tls,proto3" json:"tls,omitempty"`
+	// Clients must have a certificate.
+	ClientCertificates bool `protobuf:"varint,2,opt,name=client_certificates,json=clientCertificates,proto3" json:"client_certificates,omitempty"`
+	// Callers must have a token.
+	Tokens bool `protobuf:"varint,3,opt,name=tokens,proto3" json:"tokens,omitempty"`
+	// When the server's certificate ends. Absent without one.
+	CertificateEndTime *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=certificate_end_time,json=certificateEndTime,proto3" json:"certificate_end_time,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
+}
+
+func (x *PortSecurity) Reset() {
+	*x = PortSecurity{}
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PortSecurity) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PortSecurity) ProtoMessage() {}
+
+func (x *PortSecurity) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PortSecurity.ProtoReflect.Descriptor instead.
+func (*PortSecurity) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *PortSecurity) GetTls() bool {
+	if x != nil {
+		return x.Tls
+	}
+	return false
+}
+
+func (x *PortSecurity) GetClientCertificates() bool {
+	if x != nil {
+		return x.ClientCertificates
+	}
+	return false
+}
+
+func (x *PortSecurity) GetTokens() bool {
+	if x != nil {
+		return x.Tokens
+	}
+	return false
+}
+
+func (x *PortSecurity) GetCertificateEndTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.CertificateEndTime
+	}
+	return nil
+}
+
+// A registry, as seen by who registers there.
+type RegistrationInfo struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its address, of several replicas the one in use.
+	Address string `protobuf:"bytes,1,opt,name=address,proto3" json:"address,omitempty"`
+	// What it is at.
+	State RegistrationState `protobuf:"varint,2,opt,name=state,proto3,enum=kvgrpc.v1.RegistrationState" json:"state,omitempty"`
+	// Where it is away: since when, by this host's clock.
+	AwaySince *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=away_since,json=awaySince,proto3" json:"away_since,omitempty"`
+	// Why, as the last call said.
+	LastError     string `protobuf:"bytes,4,opt,name=last_error,json=lastError,proto3" json:"last_error,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RegistrationInfo) Reset() {
+	*x = RegistrationInfo{}
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RegistrationInfo) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RegistrationInfo) ProtoMessage() {}
+
+func (x *RegistrationInfo) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RegistrationInfo.ProtoReflect.Descriptor instead.
+func (*RegistrationInfo) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *RegistrationInfo) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
+func (x *RegistrationInfo) GetState() RegistrationState {
+	if x != nil {
+		return x.State
+	}
+	return RegistrationState_REGISTRATION_STATE_UNSPECIFIED
+}
+
+func (x *RegistrationInfo) GetAwaySince() *timestamppb.Timestamp {
+	if x != nil {
+		return x.AwaySince
+	}
+	return nil
+}
+
+func (x *RegistrationInfo) GetLastError() string {
+	if x != nil {
+		return x.LastError
+	}
+	return ""
+}
+
 // Bounds of a process. What it does not serve is absent.
 type ServerLimits struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -188,7 +579,7 @@ type ServerLimits struct {
 
 func (x *ServerLimits) Reset() {
 	*x = ServerLimits{}
-	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[2]
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -200,7 +591,7 @@ func (x *ServerLimits) String() string {
 func (*ServerLimits) ProtoMessage() {}
 
 func (x *ServerLimits) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[2]
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -213,7 +604,7 @@ func (x *ServerLimits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServerLimits.ProtoReflect.Descriptor instead.
 func (*ServerLimits) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{2}
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *ServerLimits) GetCalls() *CallLimits {
@@ -267,7 +658,7 @@ type CallLimits struct {
 
 func (x *CallLimits) Reset() {
 	*x = CallLimits{}
-	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[3]
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -279,7 +670,7 @@ func (x *CallLimits) String() string {
 func (*CallLimits) ProtoMessage() {}
 
 func (x *CallLimits) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[3]
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -292,7 +683,7 @@ func (x *CallLimits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallLimits.ProtoReflect.Descriptor instead.
 func (*CallLimits) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{3}
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *CallLimits) GetUnary() uint32 {
@@ -377,7 +768,7 @@ type RankLimits struct {
 
 func (x *RankLimits) Reset() {
 	*x = RankLimits{}
-	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[4]
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -389,7 +780,7 @@ func (x *RankLimits) String() string {
 func (*RankLimits) ProtoMessage() {}
 
 func (x *RankLimits) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[4]
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -402,7 +793,7 @@ func (x *RankLimits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankLimits.ProtoReflect.Descriptor instead.
 func (*RankLimits) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{4}
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *RankLimits) GetMaxFrameBytes() uint32 {
@@ -506,7 +897,7 @@ type RegistryLimits struct {
 
 func (x *RegistryLimits) Reset() {
 	*x = RegistryLimits{}
-	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[5]
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -518,7 +909,7 @@ func (x *RegistryLimits) String() string {
 func (*RegistryLimits) ProtoMessage() {}
 
 func (x *RegistryLimits) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[5]
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -531,7 +922,7 @@ func (x *RegistryLimits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RegistryLimits.ProtoReflect.Descriptor instead.
 func (*RegistryLimits) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{5}
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *RegistryLimits) GetMaxPageSize() uint32 {
@@ -571,13 +962,15 @@ type IndexLimits struct {
 	MaxScoreTokens uint32 `protobuf:"varint,2,opt,name=max_score_tokens,json=maxScoreTokens,proto3" json:"max_score_tokens,omitempty"`
 	// Prompts of one Score.
 	MaxScorePrompts uint32 `protobuf:"varint,3,opt,name=max_score_prompts,json=maxScorePrompts,proto3" json:"max_score_prompts,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Prompts of one Plan; blocks and tokens are bounded as those of a Score.
+	MaxPlanPrompts uint32 `protobuf:"varint,4,opt,name=max_plan_prompts,json=maxPlanPrompts,proto3" json:"max_plan_prompts,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *IndexLimits) Reset() {
 	*x = IndexLimits{}
-	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[6]
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -589,7 +982,7 @@ func (x *IndexLimits) String() string {
 func (*IndexLimits) ProtoMessage() {}
 
 func (x *IndexLimits) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[6]
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -602,7 +995,7 @@ func (x *IndexLimits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IndexLimits.ProtoReflect.Descriptor instead.
 func (*IndexLimits) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{6}
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *IndexLimits) GetMaxScoreBlocks() uint32 {
@@ -626,6 +1019,13 @@ func (x *IndexLimits) GetMaxScorePrompts() uint32 {
 	return 0
 }
 
+func (x *IndexLimits) GetMaxPlanPrompts() uint32 {
+	if x != nil {
+		return x.MaxPlanPrompts
+	}
+	return 0
+}
+
 // Request of Drain.
 type DrainRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -637,7 +1037,7 @@ type DrainRequest struct {
 
 func (x *DrainRequest) Reset() {
 	*x = DrainRequest{}
-	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[7]
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -649,7 +1049,7 @@ func (x *DrainRequest) String() string {
 func (*DrainRequest) ProtoMessage() {}
 
 func (x *DrainRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[7]
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -662,7 +1062,7 @@ func (x *DrainRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainRequest.ProtoReflect.Descriptor instead.
 func (*DrainRequest) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{7}
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *DrainRequest) GetGrace() *durationpb.Duration {
@@ -685,7 +1085,7 @@ type DrainResponse struct {
 
 func (x *DrainResponse) Reset() {
 	*x = DrainResponse{}
-	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[8]
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -697,7 +1097,7 @@ func (x *DrainResponse) String() string {
 func (*DrainResponse) ProtoMessage() {}
 
 func (x *DrainResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[8]
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -710,7 +1110,7 @@ func (x *DrainResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainResponse.ProtoReflect.Descriptor instead.
 func (*DrainResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{8}
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *DrainResponse) GetDrained() bool {
@@ -732,7 +1132,7 @@ var File_kvgrpc_v1_server_service_proto protoreflect.FileDescriptor
 const file_kvgrpc_v1_server_service_proto_rawDesc = "" +
 	"\n" +
 	"\x1ekvgrpc/v1/server_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvgrpc/v1/common.proto\"\x16\n" +
-	"\x14GetServerInfoRequest\"\xba\x02\n" +
+	"\x14GetServerInfoRequest\"\xcb\x05\n" +
 	"\x15GetServerInfoResponse\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12&\n" +
 	"\x04rank\x18\x02 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x12#\n" +
@@ -742,7 +1142,33 @@ const file_kvgrpc_v1_server_service_proto_rawDesc = "" +
 	"\n" +
 	"start_time\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\tstartTime\x12\x1a\n" +
 	"\bdraining\x18\b \x01(\bR\bdraining\x12\x10\n" +
-	"\x03pid\x18\t \x01(\rR\x03pidJ\x04\b\x05\x10\x06\"\xcb\x01\n" +
+	"\x03pid\x18\t \x01(\rR\x03pid\x12.\n" +
+	"\bsettings\x18\n" +
+	" \x03(\v2\x12.kvgrpc.v1.SettingR\bsettings\x123\n" +
+	"\bsecurity\x18\v \x01(\v2\x17.kvgrpc.v1.PortSecurityR\bsecurity\x12?\n" +
+	"\fregistration\x18\f \x01(\v2\x1b.kvgrpc.v1.RegistrationInfoR\fregistration\x12J\n" +
+	"\bversions\x18\r \x03(\v2..kvgrpc.v1.GetServerInfoResponse.VersionsEntryR\bversions\x12.\n" +
+	"\x04time\x18\x0e \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x120\n" +
+	"\x14data_plane_endpoints\x18\x0f \x03(\tR\x12dataPlaneEndpoints\x1a;\n" +
+	"\rVersionsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x05\x10\x06\"e\n" +
+	"\aSetting\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value\x120\n" +
+	"\x06source\x18\x03 \x01(\x0e2\x18.kvgrpc.v1.SettingSourceR\x06source\"\xb7\x01\n" +
+	"\fPortSecurity\x12\x10\n" +
+	"\x03tls\x18\x01 \x01(\bR\x03tls\x12/\n" +
+	"\x13client_certificates\x18\x02 \x01(\bR\x12clientCertificates\x12\x16\n" +
+	"\x06tokens\x18\x03 \x01(\bR\x06tokens\x12L\n" +
+	"\x14certificate_end_time\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\x12certificateEndTime\"\xba\x01\n" +
+	"\x10RegistrationInfo\x12\x18\n" +
+	"\aaddress\x18\x01 \x01(\tR\aaddress\x122\n" +
+	"\x05state\x18\x02 \x01(\x0e2\x1c.kvgrpc.v1.RegistrationStateR\x05state\x129\n" +
+	"\n" +
+	"away_since\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\tawaySince\x12\x1d\n" +
+	"\n" +
+	"last_error\x18\x04 \x01(\tR\tlastError\"\xcb\x01\n" +
 	"\fServerLimits\x12+\n" +
 	"\x05calls\x18\x01 \x01(\v2\x15.kvgrpc.v1.CallLimitsR\x05calls\x12)\n" +
 	"\x04rank\x18\x02 \x01(\v2\x15.kvgrpc.v1.RankLimitsR\x04rank\x125\n" +
@@ -776,17 +1202,31 @@ const file_kvgrpc_v1_server_service_proto_rawDesc = "" +
 	"\rmax_page_size\x18\x01 \x01(\rR\vmaxPageSize\x12/\n" +
 	"\x14max_rows_per_request\x18\x02 \x01(\rR\x11maxRowsPerRequest\x123\n" +
 	"\x16max_leases_per_request\x18\x03 \x01(\rR\x13maxLeasesPerRequest\x126\n" +
-	"\tlease_ttl\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\bleaseTtl\"\x8d\x01\n" +
+	"\tlease_ttl\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\bleaseTtl\"\xb7\x01\n" +
 	"\vIndexLimits\x12(\n" +
 	"\x10max_score_blocks\x18\x01 \x01(\rR\x0emaxScoreBlocks\x12(\n" +
 	"\x10max_score_tokens\x18\x02 \x01(\rR\x0emaxScoreTokens\x12*\n" +
-	"\x11max_score_prompts\x18\x03 \x01(\rR\x0fmaxScorePrompts\"?\n" +
+	"\x11max_score_prompts\x18\x03 \x01(\rR\x0fmaxScorePrompts\x12(\n" +
+	"\x10max_plan_prompts\x18\x04 \x01(\rR\x0emaxPlanPrompts\"?\n" +
 	"\fDrainRequest\x12/\n" +
 	"\x05grace\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x05grace\"H\n" +
 	"\rDrainResponse\x12\x18\n" +
 	"\adrained\x18\x01 \x01(\bR\adrained\x12\x1d\n" +
 	"\n" +
-	"open_rooms\x18\x02 \x01(\rR\topenRooms2\xa9\x01\n" +
+	"open_rooms\x18\x02 \x01(\rR\topenRooms*\x9f\x01\n" +
+	"\rSettingSource\x12\x1e\n" +
+	"\x1aSETTING_SOURCE_UNSPECIFIED\x10\x00\x12\x1a\n" +
+	"\x16SETTING_SOURCE_DEFAULT\x10\x01\x12\x17\n" +
+	"\x13SETTING_SOURCE_FILE\x10\x02\x12\x1e\n" +
+	"\x1aSETTING_SOURCE_ENVIRONMENT\x10\x03\x12\x19\n" +
+	"\x15SETTING_SOURCE_ENGINE\x10\x04*\xde\x01\n" +
+	"\x11RegistrationState\x12\"\n" +
+	"\x1eREGISTRATION_STATE_UNSPECIFIED\x10\x00\x12\x1f\n" +
+	"\x1bREGISTRATION_STATE_STARTING\x10\x01\x12!\n" +
+	"\x1dREGISTRATION_STATE_REGISTERED\x10\x02\x12\x1f\n" +
+	"\x1bREGISTRATION_STATE_RETRYING\x10\x03\x12!\n" +
+	"\x1dREGISTRATION_STATE_SUPERSEDED\x10\x04\x12\x1d\n" +
+	"\x19REGISTRATION_STATE_CLOSED\x10\x052\xa9\x01\n" +
 	"\rServerService\x12W\n" +
 	"\rGetServerInfo\x12\x1f.kvgrpc.v1.GetServerInfoRequest\x1a .kvgrpc.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12?\n" +
 	"\x05Drain\x12\x17.kvgrpc.v1.DrainRequest\x1a\x18.kvgrpc.v1.DrainResponse\"\x03\x90\x02\x02B?\n" +
@@ -804,42 +1244,58 @@ func file_kvgrpc_v1_server_service_proto_rawDescGZIP() []byte {
 	return file_kvgrpc_v1_server_service_proto_rawDescData
 }
 
-var file_kvgrpc_v1_server_service_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
+var file_kvgrpc_v1_server_service_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_kvgrpc_v1_server_service_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
 var file_kvgrpc_v1_server_service_proto_goTypes = []any{
-	(*GetServerInfoRequest)(nil),  // 0: kvgrpc.v1.GetServerInfoRequest
-	(*GetServerInfoResponse)(nil), // 1: kvgrpc.v1.GetServerInfoResponse
-	(*ServerLimits)(nil),          // 2: kvgrpc.v1.ServerLimits
-	(*CallLimits)(nil),            // 3: kvgrpc.v1.CallLimits
-	(*RankLimits)(nil),            // 4: kvgrpc.v1.RankLimits
-	(*RegistryLimits)(nil),        // 5: kvgrpc.v1.RegistryLimits
-	(*IndexLimits)(nil),           // 6: kvgrpc.v1.IndexLimits
-	(*DrainRequest)(nil),          // 7: kvgrpc.v1.DrainRequest
-	(*DrainResponse)(nil),         // 8: kvgrpc.v1.DrainResponse
-	(*RankRef)(nil),               // 9: kvgrpc.v1.RankRef
-	(Role)(0),                     // 10: kvgrpc.v1.Role
-	(*timestamppb.Timestamp)(nil), // 11: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),   // 12: google.protobuf.Duration
+	(SettingSource)(0),            // 0: kvgrpc.v1.SettingSource
+	(RegistrationState)(0),        // 1: kvgrpc.v1.RegistrationState
+	(*GetServerInfoRequest)(nil),  // 2: kvgrpc.v1.GetServerInfoRequest
+	(*GetServerInfoResponse)(nil), // 3: kvgrpc.v1.GetServerInfoResponse
+	(*Setting)(nil),               // 4: kvgrpc.v1.Setting
+	(*PortSecurity)(nil),          // 5: kvgrpc.v1.PortSecurity
+	(*RegistrationInfo)(nil),      // 6: kvgrpc.v1.RegistrationInfo
+	(*ServerLimits)(nil),          // 7: kvgrpc.v1.ServerLimits
+	(*CallLimits)(nil),            // 8: kvgrpc.v1.CallLimits
+	(*RankLimits)(nil),            // 9: kvgrpc.v1.RankLimits
+	(*RegistryLimits)(nil),        // 10: kvgrpc.v1.RegistryLimits
+	(*IndexLimits)(nil),           // 11: kvgrpc.v1.IndexLimits
+	(*DrainRequest)(nil),          // 12: kvgrpc.v1.DrainRequest
+	(*DrainResponse)(nil),         // 13: kvgrpc.v1.DrainResponse
+	nil,                           // 14: kvgrpc.v1.GetServerInfoResponse.VersionsEntry
+	(*RankRef)(nil),               // 15: kvgrpc.v1.RankRef
+	(Role)(0),                     // 16: kvgrpc.v1.Role
+	(*timestamppb.Timestamp)(nil), // 17: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),   // 18: google.protobuf.Duration
 }
 var file_kvgrpc_v1_server_service_proto_depIdxs = []int32{
-	9,  // 0: kvgrpc.v1.GetServerInfoResponse.rank:type_name -> kvgrpc.v1.RankRef
-	10, // 1: kvgrpc.v1.GetServerInfoResponse.role:type_name -> kvgrpc.v1.Role
-	2,  // 2: kvgrpc.v1.GetServerInfoResponse.limits:type_name -> kvgrpc.v1.ServerLimits
-	11, // 3: kvgrpc.v1.GetServerInfoResponse.start_time:type_name -> google.protobuf.Timestamp
-	3,  // 4: kvgrpc.v1.ServerLimits.calls:type_name -> kvgrpc.v1.CallLimits
-	4,  // 5: kvgrpc.v1.ServerLimits.rank:type_name -> kvgrpc.v1.RankLimits
-	5,  // 6: kvgrpc.v1.ServerLimits.registry:type_name -> kvgrpc.v1.RegistryLimits
-	6,  // 7: kvgrpc.v1.ServerLimits.index:type_name -> kvgrpc.v1.IndexLimits
-	12, // 8: kvgrpc.v1.RegistryLimits.lease_ttl:type_name -> google.protobuf.Duration
-	12, // 9: kvgrpc.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
-	0,  // 10: kvgrpc.v1.ServerService.GetServerInfo:input_type -> kvgrpc.v1.GetServerInfoRequest
-	7,  // 11: kvgrpc.v1.ServerService.Drain:input_type -> kvgrpc.v1.DrainRequest
-	1,  // 12: kvgrpc.v1.ServerService.GetServerInfo:output_type -> kvgrpc.v1.GetServerInfoResponse
-	8,  // 13: kvgrpc.v1.ServerService.Drain:output_type -> kvgrpc.v1.DrainResponse
-	12, // [12:14] is the sub-list for method output_type
-	10, // [10:12] is the sub-list for method input_type
-	10, // [10:10] is the sub-list for extension type_name
-	10, // [10:10] is the sub-list for extension extendee
-	0,  // [0:10] is the sub-list for field type_name
+	15, // 0: kvgrpc.v1.GetServerInfoResponse.rank:type_name -> kvgrpc.v1.RankRef
+	16, // 1: kvgrpc.v1.GetServerInfoResponse.role:type_name -> kvgrpc.v1.Role
+	7,  // 2: kvgrpc.v1.GetServerInfoResponse.limits:type_name -> kvgrpc.v1.ServerLimits
+	17, // 3: kvgrpc.v1.GetServerInfoResponse.start_time:type_name -> google.protobuf.Timestamp
+	4,  // 4: kvgrpc.v1.GetServerInfoResponse.settings:type_name -> kvgrpc.v1.Setting
+	5,  // 5: kvgrpc.v1.GetServerInfoResponse.security:type_name -> kvgrpc.v1.PortSecurity
+	6,  // 6: kvgrpc.v1.GetServerInfoResponse.registration:type_name -> kvgrpc.v1.RegistrationInfo
+	14, // 7: kvgrpc.v1.GetServerInfoResponse.versions:type_name -> kvgrpc.v1.GetServerInfoResponse.VersionsEntry
+	17, // 8: kvgrpc.v1.GetServerInfoResponse.time:type_name -> google.protobuf.Timestamp
+	0,  // 9: kvgrpc.v1.Setting.source:type_name -> kvgrpc.v1.SettingSource
+	17, // 10: kvgrpc.v1.PortSecurity.certificate_end_time:type_name -> google.protobuf.Timestamp
+	1,  // 11: kvgrpc.v1.RegistrationInfo.state:type_name -> kvgrpc.v1.RegistrationState
+	17, // 12: kvgrpc.v1.RegistrationInfo.away_since:type_name -> google.protobuf.Timestamp
+	8,  // 13: kvgrpc.v1.ServerLimits.calls:type_name -> kvgrpc.v1.CallLimits
+	9,  // 14: kvgrpc.v1.ServerLimits.rank:type_name -> kvgrpc.v1.RankLimits
+	10, // 15: kvgrpc.v1.ServerLimits.registry:type_name -> kvgrpc.v1.RegistryLimits
+	11, // 16: kvgrpc.v1.ServerLimits.index:type_name -> kvgrpc.v1.IndexLimits
+	18, // 17: kvgrpc.v1.RegistryLimits.lease_ttl:type_name -> google.protobuf.Duration
+	18, // 18: kvgrpc.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
+	2,  // 19: kvgrpc.v1.ServerService.GetServerInfo:input_type -> kvgrpc.v1.GetServerInfoRequest
+	12, // 20: kvgrpc.v1.ServerService.Drain:input_type -> kvgrpc.v1.DrainRequest
+	3,  // 21: kvgrpc.v1.ServerService.GetServerInfo:output_type -> kvgrpc.v1.GetServerInfoResponse
+	13, // 22: kvgrpc.v1.ServerService.Drain:output_type -> kvgrpc.v1.DrainResponse
+	21, // [21:23] is the sub-list for method output_type
+	19, // [19:21] is the sub-list for method input_type
+	19, // [19:19] is the sub-list for extension type_name
+	19, // [19:19] is the sub-list for extension extendee
+	0,  // [0:19] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_server_service_proto_init() }
@@ -853,13 +1309,14 @@ func file_kvgrpc_v1_server_service_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvgrpc_v1_server_service_proto_rawDesc), len(file_kvgrpc_v1_server_service_proto_rawDesc)),
-			NumEnums:      0,
-			NumMessages:   9,
+			NumEnums:      2,
+			NumMessages:   13,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
 		GoTypes:           file_kvgrpc_v1_server_service_proto_goTypes,
 		DependencyIndexes: file_kvgrpc_v1_server_service_proto_depIdxs,
+		EnumInfos:         file_kvgrpc_v1_server_service_proto_enumTypes,
 		MessageInfos:      file_kvgrpc_v1_server_service_proto_msgTypes,
 	}.Build()
 	File_kvgrpc_v1_server_service_proto = out.File

@@ -31,7 +31,7 @@ const (
 //
 // Served by every kvgrpc process.
 type ServerServiceClient interface {
-	// Says who this is, since when, what it serves and its limits.
+	// Says who this is, since when, what it serves, its limits, and what it runs on; to an operator also its settings.
 	// Roles: rank, consumer, operator. Errors: none of its own.
 	GetServerInfo(ctx context.Context, in *GetServerInfoRequest, opts ...grpc.CallOption) (*GetServerInfoResponse, error)
 	// Starts draining: health turns NOT_SERVING, new rooms are refused, running ones end; the port stays open until the data
@@ -74,7 +74,7 @@ func (c *serverServiceClient) Drain(ctx context.Context, in *DrainRequest, opts 
 //
 // Served by every kvgrpc process.
 type ServerServiceServer interface {
-	// Says who this is, since when, what it serves and its limits.
+	// Says who this is, since when, what it serves, its limits, and what it runs on; to an operator also its settings.
 	// Roles: rank, consumer, operator. Errors: none of its own.
 	GetServerInfo(context.Context, *GetServerInfoRequest) (*GetServerInfoResponse, error)
 	// Starts draining: health turns NOT_SERVING, new rooms are refused, running ones end; the port stays open until the data

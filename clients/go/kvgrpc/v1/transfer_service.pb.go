@@ -1040,7 +1040,11 @@ type Session struct {
 	// Rooms that wait to be told to the other side.
 	PendingRooms uint32 `protobuf:"varint,7,opt,name=pending_rooms,json=pendingRooms,proto3" json:"pending_rooms,omitempty"`
 	// Where it is silent: since when, by this host's clock.
-	SilentSince   *timestamppb.Timestamp `protobuf:"bytes,8,opt,name=silent_since,json=silentSince,proto3" json:"silent_since,omitempty"`
+	SilentSince *timestamppb.Timestamp `protobuf:"bytes,8,opt,name=silent_since,json=silentSince,proto3" json:"silent_since,omitempty"`
+	// Its hand-offs that ended, since the pair stands.
+	SinceStart *HandOffFigures `protobuf:"bytes,9,opt,name=since_start,json=sinceStart,proto3" json:"since_start,omitempty"`
+	// Those of the last 50 to 60 seconds.
+	LastMinute    *HandOffFigures `protobuf:"bytes,10,opt,name=last_minute,json=lastMinute,proto3" json:"last_minute,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1131,6 +1135,114 @@ func (x *Session) GetSilentSince() *timestamppb.Timestamp {
 	return nil
 }
 
+func (x *Session) GetSinceStart() *HandOffFigures {
+	if x != nil {
+		return x.SinceStart
+	}
+	return nil
+}
+
+func (x *Session) GetLastMinute() *HandOffFigures {
+	if x != nil {
+		return x.LastMinute
+	}
+	return nil
+}
+
+// What hand-offs came to, for people. A hand-off of several parts counts at each of its pairs, with an equal share of its
+// bytes.
+type HandOffFigures struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Went well.
+	Succeeded uint64 `protobuf:"varint,1,opt,name=succeeded,proto3" json:"succeeded,omitempty"`
+	// Failed, or were cancelled.
+	Failed uint64 `protobuf:"varint,2,opt,name=failed,proto3" json:"failed,omitempty"`
+	// Of the pages of those that went well.
+	Bytes uint64 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	// Half of them took no longer, from the engine's handle to SUCCESS, to within 5 %. Absent before the first.
+	P50 *durationpb.Duration `protobuf:"bytes,4,opt,name=p50,proto3" json:"p50,omitempty"`
+	// 99 of 100 took no longer. Absent before the first.
+	P99 *durationpb.Duration `protobuf:"bytes,5,opt,name=p99,proto3" json:"p99,omitempty"`
+	// Bytes over the sum of the times in which pages of one hand-off moved, in 10^9 a second: the speed of one hand-off, not
+	// of all at once. At prefill that is the data plane and, between chunks, the computing; at decode also the time until
+	// prefill had computed.
+	GigabytesPerSecond float64 `protobuf:"fixed64,6,opt,name=gigabytes_per_second,json=gigabytesPerSecond,proto3" json:"gigabytes_per_second,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
+}
+
+func (x *HandOffFigures) Reset() {
+	*x = HandOffFigures{}
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HandOffFigures) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HandOffFigures) ProtoMessage() {}
+
+func (x *HandOffFigures) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HandOffFigures.ProtoReflect.Descriptor instead.
+func (*HandOffFigures) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *HandOffFigures) GetSucceeded() uint64 {
+	if x != nil {
+		return x.Succeeded
+	}
+	return 0
+}
+
+func (x *HandOffFigures) GetFailed() uint64 {
+	if x != nil {
+		return x.Failed
+	}
+	return 0
+}
+
+func (x *HandOffFigures) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *HandOffFigures) GetP50() *durationpb.Duration {
+	if x != nil {
+		return x.P50
+	}
+	return nil
+}
+
+func (x *HandOffFigures) GetP99() *durationpb.Duration {
+	if x != nil {
+		return x.P99
+	}
+	return nil
+}
+
+func (x *HandOffFigures) GetGigabytesPerSecond() float64 {
+	if x != nil {
+		return x.GigabytesPerSecond
+	}
+	return 0
+}
+
 // One part of a room, for people.
 type RoomPart struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1148,7 +1260,7 @@ type RoomPart struct {
 
 func (x *RoomPart) Reset() {
 	*x = RoomPart{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[9]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1160,7 +1272,7 @@ func (x *RoomPart) String() string {
 func (*RoomPart) ProtoMessage() {}
 
 func (x *RoomPart) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[9]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1173,7 +1285,7 @@ func (x *RoomPart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RoomPart.ProtoReflect.Descriptor instead.
 func (*RoomPart) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{9}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *RoomPart) GetPeer() *RankRef {
@@ -1228,14 +1340,18 @@ type Room struct {
 	// The root cause, once FAILED.
 	Failure *Failure `protobuf:"bytes,10,opt,name=failure,proto3" json:"failure,omitempty"`
 	// W3C trace context of the request, where decode's engine gave one.
-	Traceparent   string `protobuf:"bytes,11,opt,name=traceparent,proto3" json:"traceparent,omitempty"`
+	Traceparent string `protobuf:"bytes,11,opt,name=traceparent,proto3" json:"traceparent,omitempty"`
+	// Pages that wait for evidence.
+	HeldPages uint32 `protobuf:"varint,12,opt,name=held_pages,json=heldPages,proto3" json:"held_pages,omitempty"`
+	// How it came to its end, once SUCCESS, while it is among the last 256 of this rank.
+	End           *HandOffEnd `protobuf:"bytes,13,opt,name=end,proto3" json:"end,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Room) Reset() {
 	*x = Room{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[10]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1247,7 +1363,7 @@ func (x *Room) String() string {
 func (*Room) ProtoMessage() {}
 
 func (x *Room) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[10]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1260,7 +1376,7 @@ func (x *Room) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Room.ProtoReflect.Descriptor instead.
 func (*Room) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{10}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Room) GetRoom() uint64 {
@@ -1340,6 +1456,111 @@ func (x *Room) GetTraceparent() string {
 	return ""
 }
 
+func (x *Room) GetHeldPages() uint32 {
+	if x != nil {
+		return x.HeldPages
+	}
+	return 0
+}
+
+func (x *Room) GetEnd() *HandOffEnd {
+	if x != nil {
+		return x.End
+	}
+	return nil
+}
+
+// How a hand-off that went well came to its end, for people.
+type HandOffEnd struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// When, by this host's clock.
+	Time *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=time,proto3" json:"time,omitempty"`
+	// Of its pages here.
+	Bytes uint64 `protobuf:"varint,2,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	// From the engine's handle until both sides were known.
+	BootstrapTime *durationpb.Duration `protobuf:"bytes,3,opt,name=bootstrap_time,json=bootstrapTime,proto3" json:"bootstrap_time,omitempty"`
+	// From then until there were pages to move: at decode the engine's destination, at prefill the first that were computed.
+	WaitTime *durationpb.Duration `protobuf:"bytes,4,opt,name=wait_time,json=waitTime,proto3" json:"wait_time,omitempty"`
+	// From then until all had moved and the end was known here.
+	TransferTime *durationpb.Duration `protobuf:"bytes,5,opt,name=transfer_time,json=transferTime,proto3" json:"transfer_time,omitempty"`
+	// Bytes over transfer_time, in 10^9 a second.
+	GigabytesPerSecond float64 `protobuf:"fixed64,6,opt,name=gigabytes_per_second,json=gigabytesPerSecond,proto3" json:"gigabytes_per_second,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
+}
+
+func (x *HandOffEnd) Reset() {
+	*x = HandOffEnd{}
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HandOffEnd) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HandOffEnd) ProtoMessage() {}
+
+func (x *HandOffEnd) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HandOffEnd.ProtoReflect.Descriptor instead.
+func (*HandOffEnd) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *HandOffEnd) GetTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Time
+	}
+	return nil
+}
+
+func (x *HandOffEnd) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *HandOffEnd) GetBootstrapTime() *durationpb.Duration {
+	if x != nil {
+		return x.BootstrapTime
+	}
+	return nil
+}
+
+func (x *HandOffEnd) GetWaitTime() *durationpb.Duration {
+	if x != nil {
+		return x.WaitTime
+	}
+	return nil
+}
+
+func (x *HandOffEnd) GetTransferTime() *durationpb.Duration {
+	if x != nil {
+		return x.TransferTime
+	}
+	return nil
+}
+
+func (x *HandOffEnd) GetGigabytesPerSecond() float64 {
+	if x != nil {
+		return x.GigabytesPerSecond
+	}
+	return 0
+}
+
 // Request of ListSessions.
 type ListSessionsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1353,7 +1574,7 @@ type ListSessionsRequest struct {
 
 func (x *ListSessionsRequest) Reset() {
 	*x = ListSessionsRequest{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[11]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1365,7 +1586,7 @@ func (x *ListSessionsRequest) String() string {
 func (*ListSessionsRequest) ProtoMessage() {}
 
 func (x *ListSessionsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[11]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1378,7 +1599,7 @@ func (x *ListSessionsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSessionsRequest.ProtoReflect.Descriptor instead.
 func (*ListSessionsRequest) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{11}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ListSessionsRequest) GetPageSize() uint32 {
@@ -1408,7 +1629,7 @@ type ListSessionsResponse struct {
 
 func (x *ListSessionsResponse) Reset() {
 	*x = ListSessionsResponse{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[12]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1420,7 +1641,7 @@ func (x *ListSessionsResponse) String() string {
 func (*ListSessionsResponse) ProtoMessage() {}
 
 func (x *ListSessionsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[12]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1433,7 +1654,7 @@ func (x *ListSessionsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSessionsResponse.ProtoReflect.Descriptor instead.
 func (*ListSessionsResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{12}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ListSessionsResponse) GetSessions() []*Session {
@@ -1462,14 +1683,16 @@ type ListRoomsRequest struct {
 	// True for only those whose pages are held.
 	HeldOnly bool `protobuf:"varint,4,opt,name=held_only,json=heldOnly,proto3" json:"held_only,omitempty"`
 	// True for the rooms that failed last, the newest first: one page, without states, held_only and token.
-	NewestFailed  bool `protobuf:"varint,5,opt,name=newest_failed,json=newestFailed,proto3" json:"newest_failed,omitempty"`
+	NewestFailed bool `protobuf:"varint,5,opt,name=newest_failed,json=newestFailed,proto3" json:"newest_failed,omitempty"`
+	// True for the last 256 that went well, the slowest first: one page, without states, held_only, newest_failed and token.
+	Slowest       bool `protobuf:"varint,6,opt,name=slowest,proto3" json:"slowest,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ListRoomsRequest) Reset() {
 	*x = ListRoomsRequest{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[13]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1481,7 +1704,7 @@ func (x *ListRoomsRequest) String() string {
 func (*ListRoomsRequest) ProtoMessage() {}
 
 func (x *ListRoomsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[13]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1494,7 +1717,7 @@ func (x *ListRoomsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRoomsRequest.ProtoReflect.Descriptor instead.
 func (*ListRoomsRequest) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{13}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ListRoomsRequest) GetPageSize() uint32 {
@@ -1532,6 +1755,13 @@ func (x *ListRoomsRequest) GetNewestFailed() bool {
 	return false
 }
 
+func (x *ListRoomsRequest) GetSlowest() bool {
+	if x != nil {
+		return x.Slowest
+	}
+	return false
+}
+
 // Response of ListRooms.
 type ListRoomsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1539,7 +1769,7 @@ type ListRoomsResponse struct {
 	Rooms []*Room `protobuf:"bytes,1,rep,name=rooms,proto3" json:"rooms,omitempty"`
 	// Empty at the end of the list.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
-	// Rooms there are, of every state, and the last that failed.
+	// Rooms there are, of every state, the last that went well or failed among them.
 	Total         uint32 `protobuf:"varint,3,opt,name=total,proto3" json:"total,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1547,7 +1777,7 @@ type ListRoomsResponse struct {
 
 func (x *ListRoomsResponse) Reset() {
 	*x = ListRoomsResponse{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[14]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1559,7 +1789,7 @@ func (x *ListRoomsResponse) String() string {
 func (*ListRoomsResponse) ProtoMessage() {}
 
 func (x *ListRoomsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[14]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1572,7 +1802,7 @@ func (x *ListRoomsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRoomsResponse.ProtoReflect.Descriptor instead.
 func (*ListRoomsResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{14}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ListRoomsResponse) GetRooms() []*Room {
@@ -1609,7 +1839,7 @@ type GetRoomRequest struct {
 
 func (x *GetRoomRequest) Reset() {
 	*x = GetRoomRequest{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[15]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1621,7 +1851,7 @@ func (x *GetRoomRequest) String() string {
 func (*GetRoomRequest) ProtoMessage() {}
 
 func (x *GetRoomRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[15]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1634,7 +1864,7 @@ func (x *GetRoomRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetRoomRequest.ProtoReflect.Descriptor instead.
 func (*GetRoomRequest) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{15}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *GetRoomRequest) GetRoom() uint64 {
@@ -1662,7 +1892,7 @@ type GetRoomResponse struct {
 
 func (x *GetRoomResponse) Reset() {
 	*x = GetRoomResponse{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[16]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1674,7 +1904,7 @@ func (x *GetRoomResponse) String() string {
 func (*GetRoomResponse) ProtoMessage() {}
 
 func (x *GetRoomResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[16]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1687,7 +1917,7 @@ func (x *GetRoomResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetRoomResponse.ProtoReflect.Descriptor instead.
 func (*GetRoomResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{16}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *GetRoomResponse) GetRoom() *Room {
@@ -1710,7 +1940,7 @@ type RoomKey struct {
 
 func (x *RoomKey) Reset() {
 	*x = RoomKey{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[17]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1722,7 +1952,7 @@ func (x *RoomKey) String() string {
 func (*RoomKey) ProtoMessage() {}
 
 func (x *RoomKey) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[17]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1735,7 +1965,7 @@ func (x *RoomKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RoomKey.ProtoReflect.Descriptor instead.
 func (*RoomKey) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{17}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *RoomKey) GetRoom() uint64 {
@@ -1763,7 +1993,7 @@ type LocateRoomsRequest struct {
 
 func (x *LocateRoomsRequest) Reset() {
 	*x = LocateRoomsRequest{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[18]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1775,7 +2005,7 @@ func (x *LocateRoomsRequest) String() string {
 func (*LocateRoomsRequest) ProtoMessage() {}
 
 func (x *LocateRoomsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[18]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1788,7 +2018,7 @@ func (x *LocateRoomsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LocateRoomsRequest.ProtoReflect.Descriptor instead.
 func (*LocateRoomsRequest) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{18}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *LocateRoomsRequest) GetRooms() []*RoomKey {
@@ -1809,7 +2039,7 @@ type LocateRoomsResponse struct {
 
 func (x *LocateRoomsResponse) Reset() {
 	*x = LocateRoomsResponse{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[19]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1821,7 +2051,7 @@ func (x *LocateRoomsResponse) String() string {
 func (*LocateRoomsResponse) ProtoMessage() {}
 
 func (x *LocateRoomsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[19]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1834,7 +2064,7 @@ func (x *LocateRoomsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LocateRoomsResponse.ProtoReflect.Descriptor instead.
 func (*LocateRoomsResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{19}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *LocateRoomsResponse) GetRooms() []*RoomKey {
@@ -1859,7 +2089,7 @@ type CancelRoomRequest struct {
 
 func (x *CancelRoomRequest) Reset() {
 	*x = CancelRoomRequest{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[20]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1871,7 +2101,7 @@ func (x *CancelRoomRequest) String() string {
 func (*CancelRoomRequest) ProtoMessage() {}
 
 func (x *CancelRoomRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[20]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1884,7 +2114,7 @@ func (x *CancelRoomRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelRoomRequest.ProtoReflect.Descriptor instead.
 func (*CancelRoomRequest) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{20}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *CancelRoomRequest) GetRoom() uint64 {
@@ -1919,7 +2149,7 @@ type CancelRoomResponse struct {
 
 func (x *CancelRoomResponse) Reset() {
 	*x = CancelRoomResponse{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[21]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1931,7 +2161,7 @@ func (x *CancelRoomResponse) String() string {
 func (*CancelRoomResponse) ProtoMessage() {}
 
 func (x *CancelRoomResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[21]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1944,7 +2174,7 @@ func (x *CancelRoomResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelRoomResponse.ProtoReflect.Descriptor instead.
 func (*CancelRoomResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{21}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *CancelRoomResponse) GetRoom() *Room {
@@ -1963,7 +2193,7 @@ type GetRankRequest struct {
 
 func (x *GetRankRequest) Reset() {
 	*x = GetRankRequest{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[22]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1975,7 +2205,7 @@ func (x *GetRankRequest) String() string {
 func (*GetRankRequest) ProtoMessage() {}
 
 func (x *GetRankRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[22]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1988,7 +2218,7 @@ func (x *GetRankRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetRankRequest.ProtoReflect.Descriptor instead.
 func (*GetRankRequest) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{22}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{24}
 }
 
 // Response of GetRank.
@@ -2016,7 +2246,7 @@ type GetRankResponse struct {
 
 func (x *GetRankResponse) Reset() {
 	*x = GetRankResponse{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[23]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2028,7 +2258,7 @@ func (x *GetRankResponse) String() string {
 func (*GetRankResponse) ProtoMessage() {}
 
 func (x *GetRankResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[23]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2041,7 +2271,7 @@ func (x *GetRankResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetRankResponse.ProtoReflect.Descriptor instead.
 func (*GetRankResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{23}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *GetRankResponse) GetRank() *RankRef {
@@ -2119,7 +2349,7 @@ type EngineShape struct {
 
 func (x *EngineShape) Reset() {
 	*x = EngineShape{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[24]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2131,7 +2361,7 @@ func (x *EngineShape) String() string {
 func (*EngineShape) ProtoMessage() {}
 
 func (x *EngineShape) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[24]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2144,7 +2374,7 @@ func (x *EngineShape) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineShape.ProtoReflect.Descriptor instead.
 func (*EngineShape) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{24}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *EngineShape) GetLayout() *Layout {
@@ -2195,7 +2425,7 @@ type GetTopologyRequest struct {
 
 func (x *GetTopologyRequest) Reset() {
 	*x = GetTopologyRequest{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[25]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2207,7 +2437,7 @@ func (x *GetTopologyRequest) String() string {
 func (*GetTopologyRequest) ProtoMessage() {}
 
 func (x *GetTopologyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[25]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2220,7 +2450,7 @@ func (x *GetTopologyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetTopologyRequest.ProtoReflect.Descriptor instead.
 func (*GetTopologyRequest) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{25}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *GetTopologyRequest) GetPrefill() *EngineShape {
@@ -2254,7 +2484,7 @@ type OwedPart struct {
 
 func (x *OwedPart) Reset() {
 	*x = OwedPart{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[26]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2266,7 +2496,7 @@ func (x *OwedPart) String() string {
 func (*OwedPart) ProtoMessage() {}
 
 func (x *OwedPart) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[26]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2279,7 +2509,7 @@ func (x *OwedPart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OwedPart.ProtoReflect.Descriptor instead.
 func (*OwedPart) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{26}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *OwedPart) GetPrefill() *RankId {
@@ -2321,7 +2551,7 @@ type GetTopologyResponse struct {
 
 func (x *GetTopologyResponse) Reset() {
 	*x = GetTopologyResponse{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[27]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2333,7 +2563,7 @@ func (x *GetTopologyResponse) String() string {
 func (*GetTopologyResponse) ProtoMessage() {}
 
 func (x *GetTopologyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[27]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2346,7 +2576,7 @@ func (x *GetTopologyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetTopologyResponse.ProtoReflect.Descriptor instead.
 func (*GetTopologyResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{27}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *GetTopologyResponse) GetParts() []*OwedPart {
@@ -2427,7 +2657,7 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\x0fSessionResponse\x12,\n" +
 	"\awelcome\x18\x01 \x01(\v2\x12.kvgrpc.v1.WelcomeR\awelcome\x12,\n" +
 	"\x05rooms\x18\x02 \x03(\v2\x16.kvgrpc.v1.PrefillRoomR\x05rooms\x12,\n" +
-	"\agoodbye\x18\x03 \x01(\v2\x12.kvgrpc.v1.GoodbyeR\agoodbye\"\xc8\x02\n" +
+	"\agoodbye\x18\x03 \x01(\v2\x12.kvgrpc.v1.GoodbyeR\agoodbye\"\xc0\x03\n" +
 	"\aSession\x12&\n" +
 	"\x04peer\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04peer\x12\x18\n" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\x12-\n" +
@@ -2436,13 +2666,25 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\x05rooms\x18\x05 \x01(\rR\x05rooms\x126\n" +
 	"\tidle_time\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\bidleTime\x12#\n" +
 	"\rpending_rooms\x18\a \x01(\rR\fpendingRooms\x12=\n" +
-	"\fsilent_since\x18\b \x01(\v2\x1a.google.protobuf.TimestampR\vsilentSince\"\xa8\x01\n" +
+	"\fsilent_since\x18\b \x01(\v2\x1a.google.protobuf.TimestampR\vsilentSince\x12:\n" +
+	"\vsince_start\x18\t \x01(\v2\x19.kvgrpc.v1.HandOffFiguresR\n" +
+	"sinceStart\x12:\n" +
+	"\vlast_minute\x18\n" +
+	" \x01(\v2\x19.kvgrpc.v1.HandOffFiguresR\n" +
+	"lastMinute\"\xf4\x01\n" +
+	"\x0eHandOffFigures\x12 \n" +
+	"\tsucceeded\x18\x01 \x01(\x04B\x020\x01R\tsucceeded\x12\x1a\n" +
+	"\x06failed\x18\x02 \x01(\x04B\x020\x01R\x06failed\x12\x18\n" +
+	"\x05bytes\x18\x03 \x01(\x04B\x020\x01R\x05bytes\x12+\n" +
+	"\x03p50\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x03p50\x12+\n" +
+	"\x03p99\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\x03p99\x120\n" +
+	"\x14gigabytes_per_second\x18\x06 \x01(\x01R\x12gigabytesPerSecond\"\xa8\x01\n" +
 	"\bRoomPart\x12&\n" +
 	"\x04peer\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04peer\x12*\n" +
 	"\x05state\x18\x02 \x01(\x0e2\x14.kvgrpc.v1.RoomStateR\x05state\x12)\n" +
 	"\x06writes\x18\x03 \x01(\x0e2\x11.kvgrpc.v1.WritesR\x06writes\x12\x1d\n" +
 	"\n" +
-	"pages_done\x18\x04 \x01(\rR\tpagesDone\"\xfe\x02\n" +
+	"pages_done\x18\x04 \x01(\rR\tpagesDone\"\xc6\x03\n" +
 	"\x04Room\x12\x16\n" +
 	"\x04room\x18\x01 \x01(\x04B\x020\x01R\x04room\x12\x18\n" +
 	"\aattempt\x18\x02 \x01(\rR\aattempt\x12#\n" +
@@ -2455,21 +2697,33 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\x03age\x18\t \x01(\v2\x19.google.protobuf.DurationR\x03age\x12,\n" +
 	"\afailure\x18\n" +
 	" \x01(\v2\x12.kvgrpc.v1.FailureR\afailure\x12 \n" +
-	"\vtraceparent\x18\v \x01(\tR\vtraceparent\"Q\n" +
+	"\vtraceparent\x18\v \x01(\tR\vtraceparent\x12\x1d\n" +
+	"\n" +
+	"held_pages\x18\f \x01(\rR\theldPages\x12'\n" +
+	"\x03end\x18\r \x01(\v2\x15.kvgrpc.v1.HandOffEndR\x03end\"\xc2\x02\n" +
+	"\n" +
+	"HandOffEnd\x12.\n" +
+	"\x04time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12\x18\n" +
+	"\x05bytes\x18\x02 \x01(\x04B\x020\x01R\x05bytes\x12@\n" +
+	"\x0ebootstrap_time\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\rbootstrapTime\x126\n" +
+	"\twait_time\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\bwaitTime\x12>\n" +
+	"\rtransfer_time\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\ftransferTime\x120\n" +
+	"\x14gigabytes_per_second\x18\x06 \x01(\x01R\x12gigabytesPerSecond\"Q\n" +
 	"\x13ListSessionsRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\rR\bpageSize\x12\x1d\n" +
 	"\n" +
 	"page_token\x18\x02 \x01(\tR\tpageToken\"n\n" +
 	"\x14ListSessionsResponse\x12.\n" +
 	"\bsessions\x18\x01 \x03(\v2\x12.kvgrpc.v1.SessionR\bsessions\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xbe\x01\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xd8\x01\n" +
 	"\x10ListRoomsRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\rR\bpageSize\x12\x1d\n" +
 	"\n" +
 	"page_token\x18\x02 \x01(\tR\tpageToken\x12,\n" +
 	"\x06states\x18\x03 \x03(\x0e2\x14.kvgrpc.v1.RoomStateR\x06states\x12\x1b\n" +
 	"\theld_only\x18\x04 \x01(\bR\bheldOnly\x12#\n" +
-	"\rnewest_failed\x18\x05 \x01(\bR\fnewestFailed\"x\n" +
+	"\rnewest_failed\x18\x05 \x01(\bR\fnewestFailed\x12\x18\n" +
+	"\aslowest\x18\x06 \x01(\bR\aslowest\"x\n" +
 	"\x11ListRoomsResponse\x12%\n" +
 	"\x05rooms\x18\x01 \x03(\v2\x0f.kvgrpc.v1.RoomR\x05rooms\x12&\n" +
 	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x14\n" +
@@ -2574,7 +2828,7 @@ func file_kvgrpc_v1_transfer_service_proto_rawDescGZIP() []byte {
 }
 
 var file_kvgrpc_v1_transfer_service_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
-var file_kvgrpc_v1_transfer_service_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
+var file_kvgrpc_v1_transfer_service_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
 var file_kvgrpc_v1_transfer_service_proto_goTypes = []any{
 	(Want)(0),                     // 0: kvgrpc.v1.Want
 	(RoomState)(0),                // 1: kvgrpc.v1.RoomState
@@ -2589,112 +2843,123 @@ var file_kvgrpc_v1_transfer_service_proto_goTypes = []any{
 	(*SessionRequest)(nil),        // 10: kvgrpc.v1.SessionRequest
 	(*SessionResponse)(nil),       // 11: kvgrpc.v1.SessionResponse
 	(*Session)(nil),               // 12: kvgrpc.v1.Session
-	(*RoomPart)(nil),              // 13: kvgrpc.v1.RoomPart
-	(*Room)(nil),                  // 14: kvgrpc.v1.Room
-	(*ListSessionsRequest)(nil),   // 15: kvgrpc.v1.ListSessionsRequest
-	(*ListSessionsResponse)(nil),  // 16: kvgrpc.v1.ListSessionsResponse
-	(*ListRoomsRequest)(nil),      // 17: kvgrpc.v1.ListRoomsRequest
-	(*ListRoomsResponse)(nil),     // 18: kvgrpc.v1.ListRoomsResponse
-	(*GetRoomRequest)(nil),        // 19: kvgrpc.v1.GetRoomRequest
-	(*GetRoomResponse)(nil),       // 20: kvgrpc.v1.GetRoomResponse
-	(*RoomKey)(nil),               // 21: kvgrpc.v1.RoomKey
-	(*LocateRoomsRequest)(nil),    // 22: kvgrpc.v1.LocateRoomsRequest
-	(*LocateRoomsResponse)(nil),   // 23: kvgrpc.v1.LocateRoomsResponse
-	(*CancelRoomRequest)(nil),     // 24: kvgrpc.v1.CancelRoomRequest
-	(*CancelRoomResponse)(nil),    // 25: kvgrpc.v1.CancelRoomResponse
-	(*GetRankRequest)(nil),        // 26: kvgrpc.v1.GetRankRequest
-	(*GetRankResponse)(nil),       // 27: kvgrpc.v1.GetRankResponse
-	(*EngineShape)(nil),           // 28: kvgrpc.v1.EngineShape
-	(*GetTopologyRequest)(nil),    // 29: kvgrpc.v1.GetTopologyRequest
-	(*OwedPart)(nil),              // 30: kvgrpc.v1.OwedPart
-	(*GetTopologyResponse)(nil),   // 31: kvgrpc.v1.GetTopologyResponse
-	(*RankRef)(nil),               // 32: kvgrpc.v1.RankRef
-	(*Layout)(nil),                // 33: kvgrpc.v1.Layout
-	(*PagePool)(nil),              // 34: kvgrpc.v1.PagePool
-	(*ModelIdentity)(nil),         // 35: kvgrpc.v1.ModelIdentity
-	(*durationpb.Duration)(nil),   // 36: google.protobuf.Duration
-	(*Failure)(nil),               // 37: kvgrpc.v1.Failure
-	(*PageSet)(nil),               // 38: kvgrpc.v1.PageSet
-	(*timestamppb.Timestamp)(nil), // 39: google.protobuf.Timestamp
-	(Role)(0),                     // 40: kvgrpc.v1.Role
-	(*RankId)(nil),                // 41: kvgrpc.v1.RankId
+	(*HandOffFigures)(nil),        // 13: kvgrpc.v1.HandOffFigures
+	(*RoomPart)(nil),              // 14: kvgrpc.v1.RoomPart
+	(*Room)(nil),                  // 15: kvgrpc.v1.Room
+	(*HandOffEnd)(nil),            // 16: kvgrpc.v1.HandOffEnd
+	(*ListSessionsRequest)(nil),   // 17: kvgrpc.v1.ListSessionsRequest
+	(*ListSessionsResponse)(nil),  // 18: kvgrpc.v1.ListSessionsResponse
+	(*ListRoomsRequest)(nil),      // 19: kvgrpc.v1.ListRoomsRequest
+	(*ListRoomsResponse)(nil),     // 20: kvgrpc.v1.ListRoomsResponse
+	(*GetRoomRequest)(nil),        // 21: kvgrpc.v1.GetRoomRequest
+	(*GetRoomResponse)(nil),       // 22: kvgrpc.v1.GetRoomResponse
+	(*RoomKey)(nil),               // 23: kvgrpc.v1.RoomKey
+	(*LocateRoomsRequest)(nil),    // 24: kvgrpc.v1.LocateRoomsRequest
+	(*LocateRoomsResponse)(nil),   // 25: kvgrpc.v1.LocateRoomsResponse
+	(*CancelRoomRequest)(nil),     // 26: kvgrpc.v1.CancelRoomRequest
+	(*CancelRoomResponse)(nil),    // 27: kvgrpc.v1.CancelRoomResponse
+	(*GetRankRequest)(nil),        // 28: kvgrpc.v1.GetRankRequest
+	(*GetRankResponse)(nil),       // 29: kvgrpc.v1.GetRankResponse
+	(*EngineShape)(nil),           // 30: kvgrpc.v1.EngineShape
+	(*GetTopologyRequest)(nil),    // 31: kvgrpc.v1.GetTopologyRequest
+	(*OwedPart)(nil),              // 32: kvgrpc.v1.OwedPart
+	(*GetTopologyResponse)(nil),   // 33: kvgrpc.v1.GetTopologyResponse
+	(*RankRef)(nil),               // 34: kvgrpc.v1.RankRef
+	(*Layout)(nil),                // 35: kvgrpc.v1.Layout
+	(*PagePool)(nil),              // 36: kvgrpc.v1.PagePool
+	(*ModelIdentity)(nil),         // 37: kvgrpc.v1.ModelIdentity
+	(*durationpb.Duration)(nil),   // 38: google.protobuf.Duration
+	(*Failure)(nil),               // 39: kvgrpc.v1.Failure
+	(*PageSet)(nil),               // 40: kvgrpc.v1.PageSet
+	(*timestamppb.Timestamp)(nil), // 41: google.protobuf.Timestamp
+	(Role)(0),                     // 42: kvgrpc.v1.Role
+	(*RankId)(nil),                // 43: kvgrpc.v1.RankId
 }
 var file_kvgrpc_v1_transfer_service_proto_depIdxs = []int32{
-	32, // 0: kvgrpc.v1.Hello.opener:type_name -> kvgrpc.v1.RankRef
-	32, // 1: kvgrpc.v1.Hello.to:type_name -> kvgrpc.v1.RankRef
-	33, // 2: kvgrpc.v1.Hello.layout:type_name -> kvgrpc.v1.Layout
-	34, // 3: kvgrpc.v1.Hello.pools:type_name -> kvgrpc.v1.PagePool
+	34, // 0: kvgrpc.v1.Hello.opener:type_name -> kvgrpc.v1.RankRef
+	34, // 1: kvgrpc.v1.Hello.to:type_name -> kvgrpc.v1.RankRef
+	35, // 2: kvgrpc.v1.Hello.layout:type_name -> kvgrpc.v1.Layout
+	36, // 3: kvgrpc.v1.Hello.pools:type_name -> kvgrpc.v1.PagePool
 	5,  // 4: kvgrpc.v1.Hello.expected:type_name -> kvgrpc.v1.CachePart
-	35, // 5: kvgrpc.v1.Hello.model:type_name -> kvgrpc.v1.ModelIdentity
-	21, // 6: kvgrpc.v1.Hello.waiting_rooms:type_name -> kvgrpc.v1.RoomKey
-	32, // 7: kvgrpc.v1.Welcome.rank:type_name -> kvgrpc.v1.RankRef
-	36, // 8: kvgrpc.v1.Welcome.heartbeat:type_name -> google.protobuf.Duration
-	36, // 9: kvgrpc.v1.Welcome.idle_timeout:type_name -> google.protobuf.Duration
-	34, // 10: kvgrpc.v1.Welcome.pools:type_name -> kvgrpc.v1.PagePool
-	37, // 11: kvgrpc.v1.Goodbye.failure:type_name -> kvgrpc.v1.Failure
+	37, // 5: kvgrpc.v1.Hello.model:type_name -> kvgrpc.v1.ModelIdentity
+	23, // 6: kvgrpc.v1.Hello.waiting_rooms:type_name -> kvgrpc.v1.RoomKey
+	34, // 7: kvgrpc.v1.Welcome.rank:type_name -> kvgrpc.v1.RankRef
+	38, // 8: kvgrpc.v1.Welcome.heartbeat:type_name -> google.protobuf.Duration
+	38, // 9: kvgrpc.v1.Welcome.idle_timeout:type_name -> google.protobuf.Duration
+	36, // 10: kvgrpc.v1.Welcome.pools:type_name -> kvgrpc.v1.PagePool
+	39, // 11: kvgrpc.v1.Goodbye.failure:type_name -> kvgrpc.v1.Failure
 	0,  // 12: kvgrpc.v1.DecodeRoom.want:type_name -> kvgrpc.v1.Want
-	38, // 13: kvgrpc.v1.DecodeRoom.pages:type_name -> kvgrpc.v1.PageSet
-	37, // 14: kvgrpc.v1.DecodeRoom.failure:type_name -> kvgrpc.v1.Failure
+	40, // 13: kvgrpc.v1.DecodeRoom.pages:type_name -> kvgrpc.v1.PageSet
+	39, // 14: kvgrpc.v1.DecodeRoom.failure:type_name -> kvgrpc.v1.Failure
 	1,  // 15: kvgrpc.v1.PrefillRoom.state:type_name -> kvgrpc.v1.RoomState
 	2,  // 16: kvgrpc.v1.PrefillRoom.writes:type_name -> kvgrpc.v1.Writes
-	37, // 17: kvgrpc.v1.PrefillRoom.failure:type_name -> kvgrpc.v1.Failure
+	39, // 17: kvgrpc.v1.PrefillRoom.failure:type_name -> kvgrpc.v1.Failure
 	4,  // 18: kvgrpc.v1.SessionRequest.hello:type_name -> kvgrpc.v1.Hello
 	8,  // 19: kvgrpc.v1.SessionRequest.rooms:type_name -> kvgrpc.v1.DecodeRoom
 	7,  // 20: kvgrpc.v1.SessionRequest.goodbye:type_name -> kvgrpc.v1.Goodbye
 	6,  // 21: kvgrpc.v1.SessionResponse.welcome:type_name -> kvgrpc.v1.Welcome
 	9,  // 22: kvgrpc.v1.SessionResponse.rooms:type_name -> kvgrpc.v1.PrefillRoom
 	7,  // 23: kvgrpc.v1.SessionResponse.goodbye:type_name -> kvgrpc.v1.Goodbye
-	32, // 24: kvgrpc.v1.Session.peer:type_name -> kvgrpc.v1.RankRef
+	34, // 24: kvgrpc.v1.Session.peer:type_name -> kvgrpc.v1.RankRef
 	3,  // 25: kvgrpc.v1.Session.state:type_name -> kvgrpc.v1.SessionState
-	36, // 26: kvgrpc.v1.Session.idle_time:type_name -> google.protobuf.Duration
-	39, // 27: kvgrpc.v1.Session.silent_since:type_name -> google.protobuf.Timestamp
-	32, // 28: kvgrpc.v1.RoomPart.peer:type_name -> kvgrpc.v1.RankRef
-	1,  // 29: kvgrpc.v1.RoomPart.state:type_name -> kvgrpc.v1.RoomState
-	2,  // 30: kvgrpc.v1.RoomPart.writes:type_name -> kvgrpc.v1.Writes
-	40, // 31: kvgrpc.v1.Room.role:type_name -> kvgrpc.v1.Role
-	1,  // 32: kvgrpc.v1.Room.state:type_name -> kvgrpc.v1.RoomState
-	13, // 33: kvgrpc.v1.Room.parts:type_name -> kvgrpc.v1.RoomPart
-	36, // 34: kvgrpc.v1.Room.age:type_name -> google.protobuf.Duration
-	37, // 35: kvgrpc.v1.Room.failure:type_name -> kvgrpc.v1.Failure
-	12, // 36: kvgrpc.v1.ListSessionsResponse.sessions:type_name -> kvgrpc.v1.Session
-	1,  // 37: kvgrpc.v1.ListRoomsRequest.states:type_name -> kvgrpc.v1.RoomState
-	14, // 38: kvgrpc.v1.ListRoomsResponse.rooms:type_name -> kvgrpc.v1.Room
-	14, // 39: kvgrpc.v1.GetRoomResponse.room:type_name -> kvgrpc.v1.Room
-	21, // 40: kvgrpc.v1.LocateRoomsRequest.rooms:type_name -> kvgrpc.v1.RoomKey
-	21, // 41: kvgrpc.v1.LocateRoomsResponse.rooms:type_name -> kvgrpc.v1.RoomKey
-	14, // 42: kvgrpc.v1.CancelRoomResponse.room:type_name -> kvgrpc.v1.Room
-	32, // 43: kvgrpc.v1.GetRankResponse.rank:type_name -> kvgrpc.v1.RankRef
-	40, // 44: kvgrpc.v1.GetRankResponse.role:type_name -> kvgrpc.v1.Role
-	33, // 45: kvgrpc.v1.GetRankResponse.layout:type_name -> kvgrpc.v1.Layout
-	34, // 46: kvgrpc.v1.GetRankResponse.pools:type_name -> kvgrpc.v1.PagePool
-	33, // 47: kvgrpc.v1.EngineShape.layout:type_name -> kvgrpc.v1.Layout
-	28, // 48: kvgrpc.v1.GetTopologyRequest.prefill:type_name -> kvgrpc.v1.EngineShape
-	28, // 49: kvgrpc.v1.GetTopologyRequest.decode:type_name -> kvgrpc.v1.EngineShape
-	41, // 50: kvgrpc.v1.OwedPart.prefill:type_name -> kvgrpc.v1.RankId
-	41, // 51: kvgrpc.v1.OwedPart.decode:type_name -> kvgrpc.v1.RankId
-	5,  // 52: kvgrpc.v1.OwedPart.part:type_name -> kvgrpc.v1.CachePart
-	30, // 53: kvgrpc.v1.GetTopologyResponse.parts:type_name -> kvgrpc.v1.OwedPart
-	10, // 54: kvgrpc.v1.TransferService.Session:input_type -> kvgrpc.v1.SessionRequest
-	15, // 55: kvgrpc.v1.TransferService.ListSessions:input_type -> kvgrpc.v1.ListSessionsRequest
-	17, // 56: kvgrpc.v1.TransferService.ListRooms:input_type -> kvgrpc.v1.ListRoomsRequest
-	19, // 57: kvgrpc.v1.TransferService.GetRoom:input_type -> kvgrpc.v1.GetRoomRequest
-	22, // 58: kvgrpc.v1.TransferService.LocateRooms:input_type -> kvgrpc.v1.LocateRoomsRequest
-	24, // 59: kvgrpc.v1.TransferService.CancelRoom:input_type -> kvgrpc.v1.CancelRoomRequest
-	26, // 60: kvgrpc.v1.TransferService.GetRank:input_type -> kvgrpc.v1.GetRankRequest
-	29, // 61: kvgrpc.v1.TransferService.GetTopology:input_type -> kvgrpc.v1.GetTopologyRequest
-	11, // 62: kvgrpc.v1.TransferService.Session:output_type -> kvgrpc.v1.SessionResponse
-	16, // 63: kvgrpc.v1.TransferService.ListSessions:output_type -> kvgrpc.v1.ListSessionsResponse
-	18, // 64: kvgrpc.v1.TransferService.ListRooms:output_type -> kvgrpc.v1.ListRoomsResponse
-	20, // 65: kvgrpc.v1.TransferService.GetRoom:output_type -> kvgrpc.v1.GetRoomResponse
-	23, // 66: kvgrpc.v1.TransferService.LocateRooms:output_type -> kvgrpc.v1.LocateRoomsResponse
-	25, // 67: kvgrpc.v1.TransferService.CancelRoom:output_type -> kvgrpc.v1.CancelRoomResponse
-	27, // 68: kvgrpc.v1.TransferService.GetRank:output_type -> kvgrpc.v1.GetRankResponse
-	31, // 69: kvgrpc.v1.TransferService.GetTopology:output_type -> kvgrpc.v1.GetTopologyResponse
-	62, // [62:70] is the sub-list for method output_type
-	54, // [54:62] is the sub-list for method input_type
-	54, // [54:54] is the sub-list for extension type_name
-	54, // [54:54] is the sub-list for extension extendee
-	0,  // [0:54] is the sub-list for field type_name
+	38, // 26: kvgrpc.v1.Session.idle_time:type_name -> google.protobuf.Duration
+	41, // 27: kvgrpc.v1.Session.silent_since:type_name -> google.protobuf.Timestamp
+	13, // 28: kvgrpc.v1.Session.since_start:type_name -> kvgrpc.v1.HandOffFigures
+	13, // 29: kvgrpc.v1.Session.last_minute:type_name -> kvgrpc.v1.HandOffFigures
+	38, // 30: kvgrpc.v1.HandOffFigures.p50:type_name -> google.protobuf.Duration
+	38, // 31: kvgrpc.v1.HandOffFigures.p99:type_name -> google.protobuf.Duration
+	34, // 32: kvgrpc.v1.RoomPart.peer:type_name -> kvgrpc.v1.RankRef
+	1,  // 33: kvgrpc.v1.RoomPart.state:type_name -> kvgrpc.v1.RoomState
+	2,  // 34: kvgrpc.v1.RoomPart.writes:type_name -> kvgrpc.v1.Writes
+	42, // 35: kvgrpc.v1.Room.role:type_name -> kvgrpc.v1.Role
+	1,  // 36: kvgrpc.v1.Room.state:type_name -> kvgrpc.v1.RoomState
+	14, // 37: kvgrpc.v1.Room.parts:type_name -> kvgrpc.v1.RoomPart
+	38, // 38: kvgrpc.v1.Room.age:type_name -> google.protobuf.Duration
+	39, // 39: kvgrpc.v1.Room.failure:type_name -> kvgrpc.v1.Failure
+	16, // 40: kvgrpc.v1.Room.end:type_name -> kvgrpc.v1.HandOffEnd
+	41, // 41: kvgrpc.v1.HandOffEnd.time:type_name -> google.protobuf.Timestamp
+	38, // 42: kvgrpc.v1.HandOffEnd.bootstrap_time:type_name -> google.protobuf.Duration
+	38, // 43: kvgrpc.v1.HandOffEnd.wait_time:type_name -> google.protobuf.Duration
+	38, // 44: kvgrpc.v1.HandOffEnd.transfer_time:type_name -> google.protobuf.Duration
+	12, // 45: kvgrpc.v1.ListSessionsResponse.sessions:type_name -> kvgrpc.v1.Session
+	1,  // 46: kvgrpc.v1.ListRoomsRequest.states:type_name -> kvgrpc.v1.RoomState
+	15, // 47: kvgrpc.v1.ListRoomsResponse.rooms:type_name -> kvgrpc.v1.Room
+	15, // 48: kvgrpc.v1.GetRoomResponse.room:type_name -> kvgrpc.v1.Room
+	23, // 49: kvgrpc.v1.LocateRoomsRequest.rooms:type_name -> kvgrpc.v1.RoomKey
+	23, // 50: kvgrpc.v1.LocateRoomsResponse.rooms:type_name -> kvgrpc.v1.RoomKey
+	15, // 51: kvgrpc.v1.CancelRoomResponse.room:type_name -> kvgrpc.v1.Room
+	34, // 52: kvgrpc.v1.GetRankResponse.rank:type_name -> kvgrpc.v1.RankRef
+	42, // 53: kvgrpc.v1.GetRankResponse.role:type_name -> kvgrpc.v1.Role
+	35, // 54: kvgrpc.v1.GetRankResponse.layout:type_name -> kvgrpc.v1.Layout
+	36, // 55: kvgrpc.v1.GetRankResponse.pools:type_name -> kvgrpc.v1.PagePool
+	35, // 56: kvgrpc.v1.EngineShape.layout:type_name -> kvgrpc.v1.Layout
+	30, // 57: kvgrpc.v1.GetTopologyRequest.prefill:type_name -> kvgrpc.v1.EngineShape
+	30, // 58: kvgrpc.v1.GetTopologyRequest.decode:type_name -> kvgrpc.v1.EngineShape
+	43, // 59: kvgrpc.v1.OwedPart.prefill:type_name -> kvgrpc.v1.RankId
+	43, // 60: kvgrpc.v1.OwedPart.decode:type_name -> kvgrpc.v1.RankId
+	5,  // 61: kvgrpc.v1.OwedPart.part:type_name -> kvgrpc.v1.CachePart
+	32, // 62: kvgrpc.v1.GetTopologyResponse.parts:type_name -> kvgrpc.v1.OwedPart
+	10, // 63: kvgrpc.v1.TransferService.Session:input_type -> kvgrpc.v1.SessionRequest
+	17, // 64: kvgrpc.v1.TransferService.ListSessions:input_type -> kvgrpc.v1.ListSessionsRequest
+	19, // 65: kvgrpc.v1.TransferService.ListRooms:input_type -> kvgrpc.v1.ListRoomsRequest
+	21, // 66: kvgrpc.v1.TransferService.GetRoom:input_type -> kvgrpc.v1.GetRoomRequest
+	24, // 67: kvgrpc.v1.TransferService.LocateRooms:input_type -> kvgrpc.v1.LocateRoomsRequest
+	26, // 68: kvgrpc.v1.TransferService.CancelRoom:input_type -> kvgrpc.v1.CancelRoomRequest
+	28, // 69: kvgrpc.v1.TransferService.GetRank:input_type -> kvgrpc.v1.GetRankRequest
+	31, // 70: kvgrpc.v1.TransferService.GetTopology:input_type -> kvgrpc.v1.GetTopologyRequest
+	11, // 71: kvgrpc.v1.TransferService.Session:output_type -> kvgrpc.v1.SessionResponse
+	18, // 72: kvgrpc.v1.TransferService.ListSessions:output_type -> kvgrpc.v1.ListSessionsResponse
+	20, // 73: kvgrpc.v1.TransferService.ListRooms:output_type -> kvgrpc.v1.ListRoomsResponse
+	22, // 74: kvgrpc.v1.TransferService.GetRoom:output_type -> kvgrpc.v1.GetRoomResponse
+	25, // 75: kvgrpc.v1.TransferService.LocateRooms:output_type -> kvgrpc.v1.LocateRoomsResponse
+	27, // 76: kvgrpc.v1.TransferService.CancelRoom:output_type -> kvgrpc.v1.CancelRoomResponse
+	29, // 77: kvgrpc.v1.TransferService.GetRank:output_type -> kvgrpc.v1.GetRankResponse
+	33, // 78: kvgrpc.v1.TransferService.GetTopology:output_type -> kvgrpc.v1.GetTopologyResponse
+	71, // [71:79] is the sub-list for method output_type
+	63, // [63:71] is the sub-list for method input_type
+	63, // [63:63] is the sub-list for extension type_name
+	63, // [63:63] is the sub-list for extension extendee
+	0,  // [0:63] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_transfer_service_proto_init() }
@@ -2709,7 +2974,7 @@ func file_kvgrpc_v1_transfer_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvgrpc_v1_transfer_service_proto_rawDesc), len(file_kvgrpc_v1_transfer_service_proto_rawDesc)),
 			NumEnums:      4,
-			NumMessages:   28,
+			NumMessages:   30,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

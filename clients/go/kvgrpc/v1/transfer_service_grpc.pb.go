@@ -48,8 +48,8 @@ type TransferServiceClient interface {
 	// Lists the sessions of this rank, as either side, paged.
 	// Roles: rank, operator. Errors: INVALID_REQUEST.
 	ListSessions(ctx context.Context, in *ListSessionsRequest, opts ...grpc.CallOption) (*ListSessionsResponse, error)
-	// Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
-	// that failed stay. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
+	// Lists the rooms of this rank, paged, ordered by room and attempt. The last 256 that went well stay, and the last 256
+	// that failed. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
 	// Roles: rank, operator. Errors: INVALID_REQUEST.
 	ListRooms(ctx context.Context, in *ListRoomsRequest, opts ...grpc.CallOption) (*ListRoomsResponse, error)
 	// Returns one room with its parts; to a caller of role rank as ListRooms does.
@@ -179,8 +179,8 @@ type TransferServiceServer interface {
 	// Lists the sessions of this rank, as either side, paged.
 	// Roles: rank, operator. Errors: INVALID_REQUEST.
 	ListSessions(context.Context, *ListSessionsRequest) (*ListSessionsResponse, error)
-	// Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
-	// that failed stay. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
+	// Lists the rooms of this rank, paged, ordered by room and attempt. The last 256 that went well stay, and the last 256
+	// that failed. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
 	// Roles: rank, operator. Errors: INVALID_REQUEST.
 	ListRooms(context.Context, *ListRoomsRequest) (*ListRoomsResponse, error)
 	// Returns one room with its parts; to a caller of role rank as ListRooms does.

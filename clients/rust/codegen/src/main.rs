@@ -13,6 +13,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     files.sort();
     let descriptors = protox::compile(files, [&protos])?;
     fs::create_dir_all(&out)?;
-    tonic_prost_build::configure().build_server(false).out_dir(&out).compile_fds(descriptors)?;
+    tonic_prost_build::configure()
+        .server_mod_attribute(".", "#[cfg(feature = \"server\")]")
+        .out_dir(&out)
+        .compile_fds(descriptors)?;
     Ok(())
 }

@@ -82,6 +82,9 @@ pub enum ErrorReason {
     /// A good token of more than 60 s ago, or of later than now. Metadata: ageSeconds, limitSeconds. Make a new one; where
     /// that does not help, set the clocks.
     CredentialsExpired = 32,
+    /// The engine gave a page to a room while another of its rooms has it, at a rank that checks that. Metadata: room,
+    /// attempt, pool, page, position, owner (to the peer "another room"). Give pages again once they are released.
+    PagesInUse = 33,
     /// The caller's token or certificate is for other ranks than the one that it speaks for. Metadata: rank, caller, scope.
     /// Use the rank's own, or widen its scope at the server.
     IdentityMismatch = 35,
@@ -140,6 +143,7 @@ impl ErrorReason {
             Self::ChecksumMismatch => "ERROR_REASON_CHECKSUM_MISMATCH",
             Self::WrongAudience => "ERROR_REASON_WRONG_AUDIENCE",
             Self::CredentialsExpired => "ERROR_REASON_CREDENTIALS_EXPIRED",
+            Self::PagesInUse => "ERROR_REASON_PAGES_IN_USE",
             Self::IdentityMismatch => "ERROR_REASON_IDENTITY_MISMATCH",
             Self::OperationNotFound => "ERROR_REASON_OPERATION_NOT_FOUND",
             Self::RequestIdReused => "ERROR_REASON_REQUEST_ID_REUSED",
@@ -189,6 +193,7 @@ impl ErrorReason {
             "ERROR_REASON_CHECKSUM_MISMATCH" => Some(Self::ChecksumMismatch),
             "ERROR_REASON_WRONG_AUDIENCE" => Some(Self::WrongAudience),
             "ERROR_REASON_CREDENTIALS_EXPIRED" => Some(Self::CredentialsExpired),
+            "ERROR_REASON_PAGES_IN_USE" => Some(Self::PagesInUse),
             "ERROR_REASON_IDENTITY_MISMATCH" => Some(Self::IdentityMismatch),
             "ERROR_REASON_OPERATION_NOT_FOUND" => Some(Self::OperationNotFound),
             "ERROR_REASON_REQUEST_ID_REUSED" => Some(Self::RequestIdReused),
@@ -362,6 +367,42 @@ pub struct Failure {
     #[prost(message, optional, tag = "6")]
     pub retry_after: ::core::option::Option<::prost_types::Duration>,
 }
+/// What an engine has to do, and how quickly it does it, as the rank that publishes its events says each second. 0 where
+/// nobody told it.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct EngineLoad {
+    /// Tokens of prompts that its prefill computes in a second, as the engine says.
+    #[prost(double, tag = "1")]
+    pub prefill_tokens_per_second: f64,
+    /// Tokens of prompts that wait to be computed, as the engine says.
+    #[prost(uint64, tag = "2")]
+    pub waiting_tokens: u64,
+    /// Tokens in a page of its host cache; 0: it neither lends nor takes pages.
+    #[prost(uint32, tag = "3")]
+    pub page_tokens: u32,
+    /// Bytes of such a page at this rank.
+    #[prost(uint64, tag = "4")]
+    pub page_bytes: u64,
+    /// Pulls from this rank that are in flight.
+    #[prost(uint32, tag = "5")]
+    pub lent_pulls: u32,
+    /// Pulls to this rank that are in flight.
+    #[prost(uint32, tag = "6")]
+    pub taken_pulls: u32,
+    /// What pulls to this rank came to, from its question to its cache; newest first, at most 64.
+    #[prost(message, repeated, tag = "7")]
+    pub pull_rates: ::prost::alloc::vec::Vec<PullRate>,
+}
+/// How quickly pages come from one engine to another one.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct PullRate {
+    /// Name of the engine that lends.
+    #[prost(string, tag = "1")]
+    pub engine: ::prost::alloc::string::String,
+    /// Bytes in a second.
+    #[prost(double, tag = "2")]
+    pub bytes_per_second: f64,
+}
 /// How the attention of a model keeps its KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
@@ -405,6 +446,8 @@ pub enum Role {
     Prefill = 1,
     /// Receives KV caches and generates tokens.
     Decode = 2,
+    /// Computes prompts and generates: an engine without a partner, or its cache beside it. Hands nothing over.
+    Unified = 3,
 }
 impl Role {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -416,6 +459,7 @@ impl Role {
             Self::Unspecified => "ROLE_UNSPECIFIED",
             Self::Prefill => "ROLE_PREFILL",
             Self::Decode => "ROLE_DECODE",
+            Self::Unified => "ROLE_UNIFIED",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -424,6 +468,7 @@ impl Role {
             "ROLE_UNSPECIFIED" => Some(Self::Unspecified),
             "ROLE_PREFILL" => Some(Self::Prefill),
             "ROLE_DECODE" => Some(Self::Decode),
+            "ROLE_UNIFIED" => Some(Self::Unified),
             _ => None,
         }
     }
@@ -850,6 +895,9 @@ pub struct WatchHeartbeat {
     /// The state, where one is kept; under load that of a multiple of 64 before next_sequence.
     #[prost(message, optional, tag = "2")]
     pub state: ::core::option::Option<StateDigest>,
+    /// What the engine has to do, where its rank knows anything of it.
+    #[prost(message, optional, tag = "3")]
+    pub load: ::core::option::Option<EngineLoad>,
 }
 /// One message of a Watch.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -1175,6 +1223,259 @@ pub mod event_service_client {
         }
     }
 }
+/// Generated server implementations.
+#[cfg(feature = "server")]
+pub mod event_service_server {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    /// Generated trait containing gRPC methods that should be implemented for use with EventServiceServer.
+    #[async_trait]
+    pub trait EventService: std::marker::Send + std::marker::Sync + 'static {
+        /// Lists the streams that this process publishes, ordered by engine and dp, paged.
+        /// Roles: rank, consumer, operator. Errors: INVALID_REQUEST.
+        async fn list_streams(
+            &self,
+            request: tonic::Request<super::ListStreamsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListStreamsResponse>,
+            tonic::Status,
+        >;
+        /// Server streaming response type for the Watch method.
+        type WatchStream: tonic::codegen::tokio_stream::Stream<
+                Item = std::result::Result<super::WatchResponse, tonic::Status>,
+            >
+            + std::marker::Send
+            + 'static;
+        /// Reads one stream. The first message is begin; batches follow in sequence without a gap that is not told (as
+        /// dropped); REPLAY ends after end_sequence, or after the newest batch there is at the start.
+        /// SNAPSHOT sends the whole state in parts, then the batches that follow it; when the log overtakes the reader there is
+        /// another snapshot, at most 3 before the reader has caught up once, then EVENTS_COMPACTED.
+        /// Never an empty success: a cursor that cannot be served is an error, and comes before begin: a Watch that answers
+        /// STALE_LOG has said nothing else.
+        /// Roles: rank, consumer, operator. Errors: STREAM_NOT_FOUND, STALE_LOG (ABORTED), EVENTS_COMPACTED (OUT_OF_RANGE, also
+        /// when the log overtakes the reader), EVENTS_SEQUENCE_IN_FUTURE (OUT_OF_RANGE), INVALID_REQUEST, TOO_MANY_REQUESTS,
+        /// FEATURE_DISABLED (a snapshot where none is kept), SERVER_DRAINING (UNAVAILABLE; read on from the cursor at another
+        /// time).
+        async fn watch(
+            &self,
+            request: tonic::Request<super::WatchRequest>,
+        ) -> std::result::Result<tonic::Response<Self::WatchStream>, tonic::Status>;
+    }
+    /// Served by the rank that publishes: the one with pp = cp = tp = 0 of each dp. A stream is one independent KV cache =
+    /// (engine, dp); a log is one numbering of it, with an id that is new when numbering restarts.
+    #[derive(Debug)]
+    pub struct EventServiceServer<T> {
+        inner: Arc<T>,
+        accept_compression_encodings: EnabledCompressionEncodings,
+        send_compression_encodings: EnabledCompressionEncodings,
+        max_decoding_message_size: Option<usize>,
+        max_encoding_message_size: Option<usize>,
+    }
+    impl<T> EventServiceServer<T> {
+        pub fn new(inner: T) -> Self {
+            Self::from_arc(Arc::new(inner))
+        }
+        pub fn from_arc(inner: Arc<T>) -> Self {
+            Self {
+                inner,
+                accept_compression_encodings: Default::default(),
+                send_compression_encodings: Default::default(),
+                max_decoding_message_size: None,
+                max_encoding_message_size: None,
+            }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> InterceptedService<Self, F>
+        where
+            F: tonic::service::Interceptor,
+        {
+            InterceptedService::new(Self::new(inner), interceptor)
+        }
+        /// Enable decompressing requests with the given encoding.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.accept_compression_encodings.enable(encoding);
+            self
+        }
+        /// Compress responses with the given encoding, if the client supports it.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.send_compression_encodings.enable(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.max_decoding_message_size = Some(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.max_encoding_message_size = Some(limit);
+            self
+        }
+    }
+    impl<T, B> tonic::codegen::Service<http::Request<B>> for EventServiceServer<T>
+    where
+        T: EventService,
+        B: Body + std::marker::Send + 'static,
+        B::Error: Into<StdError> + std::marker::Send + 'static,
+    {
+        type Response = http::Response<tonic::body::Body>;
+        type Error = std::convert::Infallible;
+        type Future = BoxFuture<Self::Response, Self::Error>;
+        fn poll_ready(
+            &mut self,
+            _cx: &mut Context<'_>,
+        ) -> Poll<std::result::Result<(), Self::Error>> {
+            Poll::Ready(Ok(()))
+        }
+        fn call(&mut self, req: http::Request<B>) -> Self::Future {
+            match req.uri().path() {
+                "/kvgrpc.v1.EventService/ListStreams" => {
+                    #[allow(non_camel_case_types)]
+                    struct ListStreamsSvc<T: EventService>(pub Arc<T>);
+                    impl<
+                        T: EventService,
+                    > tonic::server::UnaryService<super::ListStreamsRequest>
+                    for ListStreamsSvc<T> {
+                        type Response = super::ListStreamsResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ListStreamsRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as EventService>::list_streams(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ListStreamsSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.EventService/Watch" => {
+                    #[allow(non_camel_case_types)]
+                    struct WatchSvc<T: EventService>(pub Arc<T>);
+                    impl<
+                        T: EventService,
+                    > tonic::server::ServerStreamingService<super::WatchRequest>
+                    for WatchSvc<T> {
+                        type Response = super::WatchResponse;
+                        type ResponseStream = T::WatchStream;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::ResponseStream>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::WatchRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as EventService>::watch(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = WatchSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.server_streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                _ => {
+                    Box::pin(async move {
+                        let mut response = http::Response::new(
+                            tonic::body::Body::default(),
+                        );
+                        let headers = response.headers_mut();
+                        headers
+                            .insert(
+                                tonic::Status::GRPC_STATUS,
+                                (tonic::Code::Unimplemented as i32).into(),
+                            );
+                        headers
+                            .insert(
+                                http::header::CONTENT_TYPE,
+                                tonic::metadata::GRPC_CONTENT_TYPE,
+                            );
+                        Ok(response)
+                    })
+                }
+            }
+        }
+    }
+    impl<T> Clone for EventServiceServer<T> {
+        fn clone(&self) -> Self {
+            let inner = self.inner.clone();
+            Self {
+                inner,
+                accept_compression_encodings: self.accept_compression_encodings,
+                send_compression_encodings: self.send_compression_encodings,
+                max_decoding_message_size: self.max_decoding_message_size,
+                max_encoding_message_size: self.max_encoding_message_size,
+            }
+        }
+    }
+    /// Generated gRPC service name
+    pub const SERVICE_NAME: &str = "kvgrpc.v1.EventService";
+    impl<T> tonic::server::NamedService for EventServiceServer<T> {
+        const NAME: &'static str = SERVICE_NAME;
+    }
+}
 /// Hashes of blocks as events carry them, in the order of the request.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct BlockHashes {
@@ -1476,6 +1777,134 @@ pub struct IndexSource {
     #[prost(string, tag = "14")]
     pub model: ::prost::alloc::string::String,
 }
+/// Request of Plan.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct PlanRequest {
+    /// 1 to 256 requests, in the order in which they will be sent: what a plan gives an engine to do counts for the next one.
+    /// Their prompts are bounded as those of a Score.
+    #[prost(message, repeated, tag = "1")]
+    pub prompts: ::prost::alloc::vec::Vec<PlanPrompt>,
+    /// True where the caller does as the first placement says: until the engine has told what it has to do then, it counts in
+    /// other calls too. Without it all routers would send to the same engine for a second.
+    #[prost(bool, tag = "2")]
+    pub reserve: bool,
+    /// Of each request at most so many placements, the best; 0: one.
+    #[prost(uint32, tag = "3")]
+    pub max_placements: u32,
+    /// Only caches whose contents were known to be exact at most so long ago; absent: all.
+    #[prost(message, optional, tag = "4")]
+    pub max_staleness: ::core::option::Option<::prost_types::Duration>,
+}
+/// One request that is to be placed.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct PlanPrompt {
+    /// How it begins.
+    #[prost(message, optional, tag = "1")]
+    pub prompt: ::core::option::Option<ScorePrompt>,
+    /// Tokens of all of it; 0: those of its blocks.
+    #[prost(uint32, tag = "2")]
+    pub tokens: u32,
+    /// Engines that could run it, at most 1,024; empty: all that are followed, of this model.
+    #[prost(string, repeated, tag = "3")]
+    pub engines: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// Engines that may lend; empty: all.
+    #[prost(string, repeated, tag = "4")]
+    pub sources: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+}
+/// Response of Plan.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct PlanResponse {
+    /// In the order of the prompts.
+    #[prost(message, repeated, tag = "1")]
+    pub plans: ::prost::alloc::vec::Vec<PromptPlan>,
+}
+/// Where one request may run.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct PromptPlan {
+    /// Best first; empty where no cache of these engines is followed.
+    #[prost(message, repeated, tag = "1")]
+    pub placements: ::prost::alloc::vec::Vec<Placement>,
+    /// Blocks that were asked for.
+    #[prost(uint32, tag = "2")]
+    pub blocks: u32,
+}
+/// One cache where a request may run, and what that is estimated to take.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct Placement {
+    /// Name of the engine.
+    #[prost(string, tag = "1")]
+    pub engine: ::prost::alloc::string::String,
+    /// Which independent KV cache of it.
+    #[prost(uint32, tag = "2")]
+    pub dp: u32,
+    /// Leading blocks that lie on its device.
+    #[prost(uint32, tag = "3")]
+    pub device_blocks: u32,
+    /// Leading blocks that lie there or on its host.
+    #[prost(uint32, tag = "4")]
+    pub host_blocks: u32,
+    /// Leading blocks that it has anywhere, and need not compute.
+    #[prost(uint32, tag = "5")]
+    pub blocks: u32,
+    /// Tokens in one of its blocks; 0: not known.
+    #[prost(uint32, tag = "6")]
+    pub page_tokens: u32,
+    /// What to pull first; absent: it does not pay, or nobody has more.
+    #[prost(message, optional, tag = "7")]
+    pub pull: ::core::option::Option<PlannedPull>,
+    /// Tokens that are left to compute.
+    #[prost(uint64, tag = "8")]
+    pub compute_tokens: u64,
+    /// Until it begins with this request; absent: it did not say how quickly it computes.
+    #[prost(message, optional, tag = "9")]
+    pub queue_time: ::core::option::Option<::prost_types::Duration>,
+    /// To compute what is left; absent as queue_time.
+    #[prost(message, optional, tag = "10")]
+    pub compute_time: ::core::option::Option<::prost_types::Duration>,
+    /// To the first token, with the pull: it goes on while the request waits. Absent as queue_time.
+    #[prost(message, optional, tag = "11")]
+    pub first_token_time: ::core::option::Option<::prost_types::Duration>,
+    /// The same without it.
+    #[prost(message, optional, tag = "12")]
+    pub first_token_time_without_pull: ::core::option::Option<::prost_types::Duration>,
+    /// True where times rest on what other engines say of their speed, because this one said nothing.
+    #[prost(bool, tag = "13")]
+    pub speed_assumed: bool,
+    /// What the engine said last, and what was planned for it since is not in it.
+    #[prost(message, optional, tag = "14")]
+    pub load: ::core::option::Option<EngineLoad>,
+}
+/// What an engine is to pull before it computes: StartPrefetch at its rank, with this engine.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct PlannedPull {
+    /// Name of the engine that lends.
+    #[prost(string, tag = "1")]
+    pub engine: ::prost::alloc::string::String,
+    /// Which independent KV cache of it.
+    #[prost(uint32, tag = "2")]
+    pub dp: u32,
+    /// Leading blocks that lie on its host: what a cache lends.
+    #[prost(uint32, tag = "3")]
+    pub host_blocks: u32,
+    /// Blocks of these that the taker lacks.
+    #[prost(uint32, tag = "4")]
+    pub blocks: u32,
+    /// Their bytes, at one rank of the taker.
+    #[prost(uint64, tag = "5")]
+    pub bytes: u64,
+    /// Between these two, as measured by the taker.
+    #[prost(double, tag = "6")]
+    pub bytes_per_second: f64,
+    /// False: the two never exchanged pages, and what others came to is taken for it.
+    #[prost(bool, tag = "7")]
+    pub measured: bool,
+    /// Pulls from that engine in flight, those of plans since it last said included: they share its rate.
+    #[prost(uint32, tag = "8")]
+    pub pulls_in_flight: u32,
+    /// Estimated.
+    #[prost(message, optional, tag = "9")]
+    pub time: ::core::option::Option<::prost_types::Duration>,
+}
 /// How what is known of a cache relates to the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
@@ -1641,6 +2070,31 @@ pub mod index_service_client {
                 .insert(GrpcMethod::new("kvgrpc.v1.IndexService", "Score"));
             self.inner.unary(req, path, codec).await
         }
+        /// Says of each request where to run it, and from whom to pull which part of its prompt, with the figures that this rests
+        /// on. What is compared is the estimated time to the first token: the queue of the engine, its own blocks, pages pulled
+        /// at the rate that was measured between the two, and what is left to compute.
+        /// Roles: rank, consumer, operator. Errors: as of Score.
+        pub async fn plan(
+            &mut self,
+            request: impl tonic::IntoRequest<super::PlanRequest>,
+        ) -> std::result::Result<tonic::Response<super::PlanResponse>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/kvgrpc.v1.IndexService/Plan",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("kvgrpc.v1.IndexService", "Plan"));
+            self.inner.unary(req, path, codec).await
+        }
         /// Lists the caches that are followed, ordered by engine and dp, paged.
         /// Roles: rank, consumer, operator. Errors: INVALID_REQUEST, SERVER_DRAINING.
         pub async fn list_sources(
@@ -1667,6 +2121,297 @@ pub mod index_service_client {
                 .insert(GrpcMethod::new("kvgrpc.v1.IndexService", "ListSources"));
             self.inner.unary(req, path, codec).await
         }
+    }
+}
+/// Generated server implementations.
+#[cfg(feature = "server")]
+pub mod index_service_server {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    /// Generated trait containing gRPC methods that should be implemented for use with IndexServiceServer.
+    #[async_trait]
+    pub trait IndexService: std::marker::Send + std::marker::Sync + 'static {
+        /// Says of each prompt how many of its leading blocks each cache holds. Caches that hold none are left out.
+        /// Hashes depend on tokens and settings, not on the model: a prompt names its model where engines of several are followed.
+        /// Roles: rank, consumer, operator. Errors: INVALID_REQUEST (no prompt or too many, no prefix, one that is too long,
+        /// settings that no engine has, no model where the caches are of several), TOO_MANY_REQUESTS (long prompts of one
+        /// caller), SERVER_DRAINING.
+        async fn score(
+            &self,
+            request: tonic::Request<super::ScoreRequest>,
+        ) -> std::result::Result<tonic::Response<super::ScoreResponse>, tonic::Status>;
+        /// Says of each request where to run it, and from whom to pull which part of its prompt, with the figures that this rests
+        /// on. What is compared is the estimated time to the first token: the queue of the engine, its own blocks, pages pulled
+        /// at the rate that was measured between the two, and what is left to compute.
+        /// Roles: rank, consumer, operator. Errors: as of Score.
+        async fn plan(
+            &self,
+            request: tonic::Request<super::PlanRequest>,
+        ) -> std::result::Result<tonic::Response<super::PlanResponse>, tonic::Status>;
+        /// Lists the caches that are followed, ordered by engine and dp, paged.
+        /// Roles: rank, consumer, operator. Errors: INVALID_REQUEST, SERVER_DRAINING.
+        async fn list_sources(
+            &self,
+            request: tonic::Request<super::ListSourcesRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListSourcesResponse>,
+            tonic::Status,
+        >;
+    }
+    /// Served by `kvgrpc serve index`, which follows the event stream of each (engine, dp) that it finds at a registry or was
+    /// named. What it says of a cache is a state that the cache really had; each answer says how fresh.
+    #[derive(Debug)]
+    pub struct IndexServiceServer<T> {
+        inner: Arc<T>,
+        accept_compression_encodings: EnabledCompressionEncodings,
+        send_compression_encodings: EnabledCompressionEncodings,
+        max_decoding_message_size: Option<usize>,
+        max_encoding_message_size: Option<usize>,
+    }
+    impl<T> IndexServiceServer<T> {
+        pub fn new(inner: T) -> Self {
+            Self::from_arc(Arc::new(inner))
+        }
+        pub fn from_arc(inner: Arc<T>) -> Self {
+            Self {
+                inner,
+                accept_compression_encodings: Default::default(),
+                send_compression_encodings: Default::default(),
+                max_decoding_message_size: None,
+                max_encoding_message_size: None,
+            }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> InterceptedService<Self, F>
+        where
+            F: tonic::service::Interceptor,
+        {
+            InterceptedService::new(Self::new(inner), interceptor)
+        }
+        /// Enable decompressing requests with the given encoding.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.accept_compression_encodings.enable(encoding);
+            self
+        }
+        /// Compress responses with the given encoding, if the client supports it.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.send_compression_encodings.enable(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.max_decoding_message_size = Some(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.max_encoding_message_size = Some(limit);
+            self
+        }
+    }
+    impl<T, B> tonic::codegen::Service<http::Request<B>> for IndexServiceServer<T>
+    where
+        T: IndexService,
+        B: Body + std::marker::Send + 'static,
+        B::Error: Into<StdError> + std::marker::Send + 'static,
+    {
+        type Response = http::Response<tonic::body::Body>;
+        type Error = std::convert::Infallible;
+        type Future = BoxFuture<Self::Response, Self::Error>;
+        fn poll_ready(
+            &mut self,
+            _cx: &mut Context<'_>,
+        ) -> Poll<std::result::Result<(), Self::Error>> {
+            Poll::Ready(Ok(()))
+        }
+        fn call(&mut self, req: http::Request<B>) -> Self::Future {
+            match req.uri().path() {
+                "/kvgrpc.v1.IndexService/Score" => {
+                    #[allow(non_camel_case_types)]
+                    struct ScoreSvc<T: IndexService>(pub Arc<T>);
+                    impl<
+                        T: IndexService,
+                    > tonic::server::UnaryService<super::ScoreRequest> for ScoreSvc<T> {
+                        type Response = super::ScoreResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ScoreRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as IndexService>::score(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ScoreSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.IndexService/Plan" => {
+                    #[allow(non_camel_case_types)]
+                    struct PlanSvc<T: IndexService>(pub Arc<T>);
+                    impl<T: IndexService> tonic::server::UnaryService<super::PlanRequest>
+                    for PlanSvc<T> {
+                        type Response = super::PlanResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::PlanRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as IndexService>::plan(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = PlanSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.IndexService/ListSources" => {
+                    #[allow(non_camel_case_types)]
+                    struct ListSourcesSvc<T: IndexService>(pub Arc<T>);
+                    impl<
+                        T: IndexService,
+                    > tonic::server::UnaryService<super::ListSourcesRequest>
+                    for ListSourcesSvc<T> {
+                        type Response = super::ListSourcesResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ListSourcesRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as IndexService>::list_sources(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ListSourcesSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                _ => {
+                    Box::pin(async move {
+                        let mut response = http::Response::new(
+                            tonic::body::Body::default(),
+                        );
+                        let headers = response.headers_mut();
+                        headers
+                            .insert(
+                                tonic::Status::GRPC_STATUS,
+                                (tonic::Code::Unimplemented as i32).into(),
+                            );
+                        headers
+                            .insert(
+                                http::header::CONTENT_TYPE,
+                                tonic::metadata::GRPC_CONTENT_TYPE,
+                            );
+                        Ok(response)
+                    })
+                }
+            }
+        }
+    }
+    impl<T> Clone for IndexServiceServer<T> {
+        fn clone(&self) -> Self {
+            let inner = self.inner.clone();
+            Self {
+                inner,
+                accept_compression_encodings: self.accept_compression_encodings,
+                send_compression_encodings: self.send_compression_encodings,
+                max_decoding_message_size: self.max_decoding_message_size,
+                max_encoding_message_size: self.max_encoding_message_size,
+            }
+        }
+    }
+    /// Generated gRPC service name
+    pub const SERVICE_NAME: &str = "kvgrpc.v1.IndexService";
+    impl<T> tonic::server::NamedService for IndexServiceServer<T> {
+        const NAME: &'static str = SERVICE_NAME;
     }
 }
 /// Pages of a prompt, by its tokens or by its page hashes; give one of the two.
@@ -1754,6 +2499,12 @@ pub struct CacheOperation {
     /// The first thing that went wrong.
     #[prost(message, optional, tag = "20")]
     pub failure: ::core::option::Option<Failure>,
+    /// Of the pages that a prefetch brought, those that a request has used since.
+    #[prost(uint32, tag = "21")]
+    pub used_pages: u32,
+    /// Of them, those that left the host before a request used them. Neither is known of every engine: 0 then.
+    #[prost(uint32, tag = "22")]
+    pub wasted_pages: u32,
 }
 /// Request of Lookup.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -1802,6 +2553,10 @@ pub struct StartPrefetchRequest {
     /// Whose it is: tenants of one priority are served in turn. At most 128 characters.
     #[prost(string, tag = "5")]
     pub tenant: ::prost::alloc::string::String,
+    /// Engines whose host caches pages may come from, as a plan named them; at most 64. Empty: whichever the rank finds.
+    /// FEATURE_DISABLED where the rank takes no pages of others.
+    #[prost(string, repeated, tag = "6")]
+    pub engines: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
 }
 /// Response of StartPrefetch.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -2105,6 +2860,9 @@ pub struct AgreementStart {
     /// What it does; unspecified: a prefetch.
     #[prost(enumeration = "OperationKind", tag = "7")]
     pub kind: i32,
+    /// As in StartPrefetch.
+    #[prost(string, repeated, tag = "8")]
+    pub engines: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
 }
 /// From a rank to the leader.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -2514,8 +3272,9 @@ pub mod prefetch_service_client {
             self.inner.unary(req, path, codec).await
         }
         /// Begins to bring pages from storage to the host and answers at once; see WatchOperations. A repeat with the same
-        /// request_id answers with the operation that it began. To decline is an answer, too: state and stop say it.
-        /// Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
+        /// request_id answers with the operation that it began. To decline is an answer, too: state and stop say it. A caller has
+        /// a share of the operations and of their pages.
+        /// Roles: rank, consumer, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
         /// SERVER_DRAINING.
         pub async fn start_prefetch(
             &mut self,
@@ -2571,7 +3330,7 @@ pub mod prefetch_service_client {
         }
         /// Cuts an operation short and waits, up to the deadline of the call, until nothing moves its pages any more. What is in
         /// place by then stays usable. One that has ended stays as it is. For the caller that began it, and for operators.
-        /// Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
+        /// Roles: rank, consumer, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
         pub async fn terminate_prefetch(
             &mut self,
             request: impl tonic::IntoRequest<super::TerminatePrefetchRequest>,
@@ -2764,6 +3523,712 @@ pub mod prefetch_service_client {
         }
     }
 }
+/// Generated server implementations.
+#[cfg(feature = "server")]
+pub mod prefetch_service_server {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    /// Generated trait containing gRPC methods that should be implemented for use with PrefetchServiceServer.
+    #[async_trait]
+    pub trait PrefetchService: std::marker::Send + std::marker::Sync + 'static {
+        /// Tells how many leading pages are where. Storage is asked, device and host are tables in memory.
+        /// Roles: rank, consumer, operator. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS, STORAGE_FAILED, PEER_UNREACHABLE (storage does not
+        /// answer).
+        async fn lookup(
+            &self,
+            request: tonic::Request<super::LookupRequest>,
+        ) -> std::result::Result<tonic::Response<super::LookupResponse>, tonic::Status>;
+        /// Begins to bring pages from storage to the host and answers at once; see WatchOperations. A repeat with the same
+        /// request_id answers with the operation that it began. To decline is an answer, too: state and stop say it. A caller has
+        /// a share of the operations and of their pages.
+        /// Roles: rank, consumer, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
+        /// SERVER_DRAINING.
+        async fn start_prefetch(
+            &self,
+            request: tonic::Request<super::StartPrefetchRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::StartPrefetchResponse>,
+            tonic::Status,
+        >;
+        /// Server streaming response type for the WatchOperations method.
+        type WatchOperationsStream: tonic::codegen::tokio_stream::Stream<
+                Item = std::result::Result<super::WatchOperationsResponse, tonic::Status>,
+            >
+            + std::marker::Send
+            + 'static;
+        /// Tells the state of operations: first how they stand (the last message of that part says complete), then the latest
+        /// state of each that changed, and an empty message each second without a change. Ends by itself when the operations
+        /// that were named have ended.
+        /// Roles: rank, consumer, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, TOO_MANY_REQUESTS, SERVER_DRAINING.
+        async fn watch_operations(
+            &self,
+            request: tonic::Request<super::WatchOperationsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<Self::WatchOperationsStream>,
+            tonic::Status,
+        >;
+        /// Cuts an operation short and waits, up to the deadline of the call, until nothing moves its pages any more. What is in
+        /// place by then stays usable. One that has ended stays as it is. For the caller that began it, and for operators.
+        /// Roles: rank, consumer, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
+        async fn terminate_prefetch(
+            &self,
+            request: tonic::Request<super::TerminatePrefetchRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::TerminatePrefetchResponse>,
+            tonic::Status,
+        >;
+        /// Begins to write the leading pages that the host has to storage and answers at once. Every rank of the replica writes
+        /// its own part, as many pages as the host of each has; what counts as completed is in storage for all of them.
+        /// Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
+        /// SERVER_DRAINING.
+        async fn start_backup(
+            &self,
+            request: tonic::Request<super::StartBackupRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::StartBackupResponse>,
+            tonic::Status,
+        >;
+        /// Lists operations in the order in which they began, paged.
+        /// Roles: rank, consumer, operator. Errors: INVALID_REQUEST.
+        async fn list_operations(
+            &self,
+            request: tonic::Request<super::ListOperationsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListOperationsResponse>,
+            tonic::Status,
+        >;
+        /// Tells what the cache is made of and how full its tiers are.
+        /// Roles: rank, consumer, operator. Errors: none of its own.
+        async fn get_cache_info(
+            &self,
+            request: tonic::Request<super::GetCacheInfoRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::GetCacheInfoResponse>,
+            tonic::Status,
+        >;
+        /// Drops pages of this rank's cache that nobody uses, by tier, and says how many went. The cache_namespace must be this
+        /// cache's own, and pages of others that share the storage stay. With dry_run nothing goes: pages
+        /// are counted, of storage only where the backend can count without dropping.
+        /// Roles: operator. Errors: INVALID_REQUEST, FEATURE_DISABLED, STORAGE_FAILED, PEER_UNREACHABLE.
+        async fn purge_pages(
+            &self,
+            request: tonic::Request<super::PurgePagesRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::PurgePagesResponse>,
+            tonic::Status,
+        >;
+        /// Keeps the leading pages that device and host have from eviction until a time. A repeat moves the time.
+        /// Roles: rank, operator. Errors: INVALID_REQUEST, FEATURE_DISABLED, TOO_MANY_REQUESTS.
+        async fn pin_pages(
+            &self,
+            request: tonic::Request<super::PinPagesRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::PinPagesResponse>,
+            tonic::Status,
+        >;
+        /// Server streaming response type for the JoinAgreement method.
+        type JoinAgreementStream: tonic::codegen::tokio_stream::Stream<
+                Item = std::result::Result<super::JoinAgreementResponse, tonic::Status>,
+            >
+            + std::marker::Send
+            + 'static;
+        /// For the other ranks of a replica: votes up; starts and decisions down, keyed by operation, in any order. The first
+        /// message of each side is hello. A stream that breaks takes its rank out of every agreement until it is back.
+        /// Roles: rank. Errors: WRONG_RANK, STALE_EPOCH, IDENTITY_MISMATCH, INVALID_REQUEST, TOO_MANY_REQUESTS,
+        /// FEATURE_DISABLED, SERVER_DRAINING.
+        async fn join_agreement(
+            &self,
+            request: tonic::Request<tonic::Streaming<super::JoinAgreementRequest>>,
+        ) -> std::result::Result<
+            tonic::Response<Self::JoinAgreementStream>,
+            tonic::Status,
+        >;
+    }
+    /// Served by ranks with a hierarchical cache. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
+    /// answer WRONG_RANK with its address. Bytes move in the engine's process and in its storage, never over this service.
+    #[derive(Debug)]
+    pub struct PrefetchServiceServer<T> {
+        inner: Arc<T>,
+        accept_compression_encodings: EnabledCompressionEncodings,
+        send_compression_encodings: EnabledCompressionEncodings,
+        max_decoding_message_size: Option<usize>,
+        max_encoding_message_size: Option<usize>,
+    }
+    impl<T> PrefetchServiceServer<T> {
+        pub fn new(inner: T) -> Self {
+            Self::from_arc(Arc::new(inner))
+        }
+        pub fn from_arc(inner: Arc<T>) -> Self {
+            Self {
+                inner,
+                accept_compression_encodings: Default::default(),
+                send_compression_encodings: Default::default(),
+                max_decoding_message_size: None,
+                max_encoding_message_size: None,
+            }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> InterceptedService<Self, F>
+        where
+            F: tonic::service::Interceptor,
+        {
+            InterceptedService::new(Self::new(inner), interceptor)
+        }
+        /// Enable decompressing requests with the given encoding.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.accept_compression_encodings.enable(encoding);
+            self
+        }
+        /// Compress responses with the given encoding, if the client supports it.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.send_compression_encodings.enable(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.max_decoding_message_size = Some(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.max_encoding_message_size = Some(limit);
+            self
+        }
+    }
+    impl<T, B> tonic::codegen::Service<http::Request<B>> for PrefetchServiceServer<T>
+    where
+        T: PrefetchService,
+        B: Body + std::marker::Send + 'static,
+        B::Error: Into<StdError> + std::marker::Send + 'static,
+    {
+        type Response = http::Response<tonic::body::Body>;
+        type Error = std::convert::Infallible;
+        type Future = BoxFuture<Self::Response, Self::Error>;
+        fn poll_ready(
+            &mut self,
+            _cx: &mut Context<'_>,
+        ) -> Poll<std::result::Result<(), Self::Error>> {
+            Poll::Ready(Ok(()))
+        }
+        fn call(&mut self, req: http::Request<B>) -> Self::Future {
+            match req.uri().path() {
+                "/kvgrpc.v1.PrefetchService/Lookup" => {
+                    #[allow(non_camel_case_types)]
+                    struct LookupSvc<T: PrefetchService>(pub Arc<T>);
+                    impl<
+                        T: PrefetchService,
+                    > tonic::server::UnaryService<super::LookupRequest>
+                    for LookupSvc<T> {
+                        type Response = super::LookupResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::LookupRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as PrefetchService>::lookup(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = LookupSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.PrefetchService/StartPrefetch" => {
+                    #[allow(non_camel_case_types)]
+                    struct StartPrefetchSvc<T: PrefetchService>(pub Arc<T>);
+                    impl<
+                        T: PrefetchService,
+                    > tonic::server::UnaryService<super::StartPrefetchRequest>
+                    for StartPrefetchSvc<T> {
+                        type Response = super::StartPrefetchResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::StartPrefetchRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as PrefetchService>::start_prefetch(&inner, request)
+                                    .await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = StartPrefetchSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.PrefetchService/WatchOperations" => {
+                    #[allow(non_camel_case_types)]
+                    struct WatchOperationsSvc<T: PrefetchService>(pub Arc<T>);
+                    impl<
+                        T: PrefetchService,
+                    > tonic::server::ServerStreamingService<
+                        super::WatchOperationsRequest,
+                    > for WatchOperationsSvc<T> {
+                        type Response = super::WatchOperationsResponse;
+                        type ResponseStream = T::WatchOperationsStream;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::ResponseStream>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::WatchOperationsRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as PrefetchService>::watch_operations(&inner, request)
+                                    .await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = WatchOperationsSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.server_streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.PrefetchService/TerminatePrefetch" => {
+                    #[allow(non_camel_case_types)]
+                    struct TerminatePrefetchSvc<T: PrefetchService>(pub Arc<T>);
+                    impl<
+                        T: PrefetchService,
+                    > tonic::server::UnaryService<super::TerminatePrefetchRequest>
+                    for TerminatePrefetchSvc<T> {
+                        type Response = super::TerminatePrefetchResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::TerminatePrefetchRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as PrefetchService>::terminate_prefetch(&inner, request)
+                                    .await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = TerminatePrefetchSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.PrefetchService/StartBackup" => {
+                    #[allow(non_camel_case_types)]
+                    struct StartBackupSvc<T: PrefetchService>(pub Arc<T>);
+                    impl<
+                        T: PrefetchService,
+                    > tonic::server::UnaryService<super::StartBackupRequest>
+                    for StartBackupSvc<T> {
+                        type Response = super::StartBackupResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::StartBackupRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as PrefetchService>::start_backup(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = StartBackupSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.PrefetchService/ListOperations" => {
+                    #[allow(non_camel_case_types)]
+                    struct ListOperationsSvc<T: PrefetchService>(pub Arc<T>);
+                    impl<
+                        T: PrefetchService,
+                    > tonic::server::UnaryService<super::ListOperationsRequest>
+                    for ListOperationsSvc<T> {
+                        type Response = super::ListOperationsResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ListOperationsRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as PrefetchService>::list_operations(&inner, request)
+                                    .await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ListOperationsSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.PrefetchService/GetCacheInfo" => {
+                    #[allow(non_camel_case_types)]
+                    struct GetCacheInfoSvc<T: PrefetchService>(pub Arc<T>);
+                    impl<
+                        T: PrefetchService,
+                    > tonic::server::UnaryService<super::GetCacheInfoRequest>
+                    for GetCacheInfoSvc<T> {
+                        type Response = super::GetCacheInfoResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::GetCacheInfoRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as PrefetchService>::get_cache_info(&inner, request)
+                                    .await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = GetCacheInfoSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.PrefetchService/PurgePages" => {
+                    #[allow(non_camel_case_types)]
+                    struct PurgePagesSvc<T: PrefetchService>(pub Arc<T>);
+                    impl<
+                        T: PrefetchService,
+                    > tonic::server::UnaryService<super::PurgePagesRequest>
+                    for PurgePagesSvc<T> {
+                        type Response = super::PurgePagesResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::PurgePagesRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as PrefetchService>::purge_pages(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = PurgePagesSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.PrefetchService/PinPages" => {
+                    #[allow(non_camel_case_types)]
+                    struct PinPagesSvc<T: PrefetchService>(pub Arc<T>);
+                    impl<
+                        T: PrefetchService,
+                    > tonic::server::UnaryService<super::PinPagesRequest>
+                    for PinPagesSvc<T> {
+                        type Response = super::PinPagesResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::PinPagesRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as PrefetchService>::pin_pages(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = PinPagesSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.PrefetchService/JoinAgreement" => {
+                    #[allow(non_camel_case_types)]
+                    struct JoinAgreementSvc<T: PrefetchService>(pub Arc<T>);
+                    impl<
+                        T: PrefetchService,
+                    > tonic::server::StreamingService<super::JoinAgreementRequest>
+                    for JoinAgreementSvc<T> {
+                        type Response = super::JoinAgreementResponse;
+                        type ResponseStream = T::JoinAgreementStream;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::ResponseStream>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<
+                                tonic::Streaming<super::JoinAgreementRequest>,
+                            >,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as PrefetchService>::join_agreement(&inner, request)
+                                    .await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = JoinAgreementSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                _ => {
+                    Box::pin(async move {
+                        let mut response = http::Response::new(
+                            tonic::body::Body::default(),
+                        );
+                        let headers = response.headers_mut();
+                        headers
+                            .insert(
+                                tonic::Status::GRPC_STATUS,
+                                (tonic::Code::Unimplemented as i32).into(),
+                            );
+                        headers
+                            .insert(
+                                http::header::CONTENT_TYPE,
+                                tonic::metadata::GRPC_CONTENT_TYPE,
+                            );
+                        Ok(response)
+                    })
+                }
+            }
+        }
+    }
+    impl<T> Clone for PrefetchServiceServer<T> {
+        fn clone(&self) -> Self {
+            let inner = self.inner.clone();
+            Self {
+                inner,
+                accept_compression_encodings: self.accept_compression_encodings,
+                send_compression_encodings: self.send_compression_encodings,
+                max_decoding_message_size: self.max_decoding_message_size,
+                max_encoding_message_size: self.max_encoding_message_size,
+            }
+        }
+    }
+    /// Generated gRPC service name
+    pub const SERVICE_NAME: &str = "kvgrpc.v1.PrefetchService";
+    impl<T> tonic::server::NamedService for PrefetchServiceServer<T> {
+        const NAME: &'static str = SERVICE_NAME;
+    }
+}
 /// What the bytes of a page depend on besides the tokens. Two caches exchange pages only where all of it is equal.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct PageIdentity {
@@ -2810,6 +4275,10 @@ pub struct CountPagesRequest {
     /// Hashes of all pages from the first one of the prompt on, 32 bytes each. At most 65,536.
     #[prost(bytes = "vec", repeated, tag = "2")]
     pub page_hashes: ::prost::alloc::vec::Vec<::prost::alloc::vec::Vec<u8>>,
+    /// By which LendPages may name this prompt: 32 random bytes, other ones at each holder, so that nobody else can name it.
+    /// Empty: LendPages will not.
+    #[prost(bytes = "vec", tag = "3")]
+    pub prompt_name: ::prost::alloc::vec::Vec<u8>,
 }
 /// Response of CountPages.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -2836,6 +4305,13 @@ pub struct LendPagesRequest {
     /// Who takes them.
     #[prost(message, optional, tag = "5")]
     pub taker: ::core::option::Option<RankRef>,
+    /// The prompt_name with which this holder was asked by CountPages just before: it knows that prompt, and page_hashes are
+    /// left out. Empty: page_hashes are there.
+    #[prost(bytes = "vec", tag = "6")]
+    pub counted_prompt: ::prost::alloc::vec::Vec<u8>,
+    /// With counted_prompt: so many pages are wanted, from first_page on.
+    #[prost(uint32, tag = "7")]
+    pub pages: u32,
 }
 /// Response of LendPages.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -2849,6 +4325,9 @@ pub struct LendPagesResponse {
     /// Sizes of its engine.
     #[prost(message, optional, tag = "3")]
     pub layout: ::core::option::Option<Layout>,
+    /// True: counted_prompt is not known, or not any more. Nothing is lent; ask again with page_hashes.
+    #[prost(bool, tag = "4")]
+    pub prompt_unknown: bool,
 }
 /// One pull, as this rank sees it.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -3120,6 +4599,307 @@ pub mod pull_service_client {
                 .insert(GrpcMethod::new("kvgrpc.v1.PullService", "ListPulls"));
             self.inner.unary(req, path, codec).await
         }
+    }
+}
+/// Generated server implementations.
+#[cfg(feature = "server")]
+pub mod pull_service_server {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    /// Generated trait containing gRPC methods that should be implemented for use with PullServiceServer.
+    #[async_trait]
+    pub trait PullService: std::marker::Send + std::marker::Sync + 'static {
+        /// Tells how many leading pages of a prompt the host cache has. Nothing is pinned, so fewer may be lent a moment later.
+        /// Roles: rank. Errors: INVALID_REQUEST (the identity of the pages is not this cache's), TOO_MANY_REQUESTS,
+        /// SERVER_DRAINING.
+        async fn count_pages(
+            &self,
+            request: tonic::Request<super::CountPagesRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::CountPagesResponse>,
+            tonic::Status,
+        >;
+        /// Copies pages of the prompt out of the cache and gives them to a room, whose receiver the caller opens next. What is
+        /// lent may be fewer pages than were asked for, or none; that is an answer, not an error. The room is for the engine of
+        /// the taker alone. One that nobody opens within ten seconds ends, and so does one whose taker dies.
+        /// Roles: rank. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS (everything that may be lent is lent), IDENTITY_MISMATCH (the
+        /// taker is another rank than the caller), SERVER_DRAINING.
+        async fn lend_pages(
+            &self,
+            request: tonic::Request<super::LendPagesRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::LendPagesResponse>,
+            tonic::Status,
+        >;
+        /// Lists pulls, those in flight first and then the last 256 that ended, newest first: what this rank took from others
+        /// and what it lent to them. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
+        /// Roles: rank, operator. Errors: none of its own.
+        async fn list_pulls(
+            &self,
+            request: tonic::Request<super::ListPullsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListPullsResponse>,
+            tonic::Status,
+        >;
+    }
+    /// Served by ranks that lend pages of their host cache. A pull is a room whose sender is the holder's cache: LendPages
+    /// names it, TransferService.Session at the cache's own address (Endpoints.cache) moves it. The bytes go over the data
+    /// plane, never over this service.
+    #[derive(Debug)]
+    pub struct PullServiceServer<T> {
+        inner: Arc<T>,
+        accept_compression_encodings: EnabledCompressionEncodings,
+        send_compression_encodings: EnabledCompressionEncodings,
+        max_decoding_message_size: Option<usize>,
+        max_encoding_message_size: Option<usize>,
+    }
+    impl<T> PullServiceServer<T> {
+        pub fn new(inner: T) -> Self {
+            Self::from_arc(Arc::new(inner))
+        }
+        pub fn from_arc(inner: Arc<T>) -> Self {
+            Self {
+                inner,
+                accept_compression_encodings: Default::default(),
+                send_compression_encodings: Default::default(),
+                max_decoding_message_size: None,
+                max_encoding_message_size: None,
+            }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> InterceptedService<Self, F>
+        where
+            F: tonic::service::Interceptor,
+        {
+            InterceptedService::new(Self::new(inner), interceptor)
+        }
+        /// Enable decompressing requests with the given encoding.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.accept_compression_encodings.enable(encoding);
+            self
+        }
+        /// Compress responses with the given encoding, if the client supports it.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.send_compression_encodings.enable(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.max_decoding_message_size = Some(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.max_encoding_message_size = Some(limit);
+            self
+        }
+    }
+    impl<T, B> tonic::codegen::Service<http::Request<B>> for PullServiceServer<T>
+    where
+        T: PullService,
+        B: Body + std::marker::Send + 'static,
+        B::Error: Into<StdError> + std::marker::Send + 'static,
+    {
+        type Response = http::Response<tonic::body::Body>;
+        type Error = std::convert::Infallible;
+        type Future = BoxFuture<Self::Response, Self::Error>;
+        fn poll_ready(
+            &mut self,
+            _cx: &mut Context<'_>,
+        ) -> Poll<std::result::Result<(), Self::Error>> {
+            Poll::Ready(Ok(()))
+        }
+        fn call(&mut self, req: http::Request<B>) -> Self::Future {
+            match req.uri().path() {
+                "/kvgrpc.v1.PullService/CountPages" => {
+                    #[allow(non_camel_case_types)]
+                    struct CountPagesSvc<T: PullService>(pub Arc<T>);
+                    impl<
+                        T: PullService,
+                    > tonic::server::UnaryService<super::CountPagesRequest>
+                    for CountPagesSvc<T> {
+                        type Response = super::CountPagesResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::CountPagesRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as PullService>::count_pages(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = CountPagesSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.PullService/LendPages" => {
+                    #[allow(non_camel_case_types)]
+                    struct LendPagesSvc<T: PullService>(pub Arc<T>);
+                    impl<
+                        T: PullService,
+                    > tonic::server::UnaryService<super::LendPagesRequest>
+                    for LendPagesSvc<T> {
+                        type Response = super::LendPagesResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::LendPagesRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as PullService>::lend_pages(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = LendPagesSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.PullService/ListPulls" => {
+                    #[allow(non_camel_case_types)]
+                    struct ListPullsSvc<T: PullService>(pub Arc<T>);
+                    impl<
+                        T: PullService,
+                    > tonic::server::UnaryService<super::ListPullsRequest>
+                    for ListPullsSvc<T> {
+                        type Response = super::ListPullsResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ListPullsRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as PullService>::list_pulls(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ListPullsSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                _ => {
+                    Box::pin(async move {
+                        let mut response = http::Response::new(
+                            tonic::body::Body::default(),
+                        );
+                        let headers = response.headers_mut();
+                        headers
+                            .insert(
+                                tonic::Status::GRPC_STATUS,
+                                (tonic::Code::Unimplemented as i32).into(),
+                            );
+                        headers
+                            .insert(
+                                http::header::CONTENT_TYPE,
+                                tonic::metadata::GRPC_CONTENT_TYPE,
+                            );
+                        Ok(response)
+                    })
+                }
+            }
+        }
+    }
+    impl<T> Clone for PullServiceServer<T> {
+        fn clone(&self) -> Self {
+            let inner = self.inner.clone();
+            Self {
+                inner,
+                accept_compression_encodings: self.accept_compression_encodings,
+                send_compression_encodings: self.send_compression_encodings,
+                max_decoding_message_size: self.max_decoding_message_size,
+                max_encoding_message_size: self.max_encoding_message_size,
+            }
+        }
+    }
+    /// Generated gRPC service name
+    pub const SERVICE_NAME: &str = "kvgrpc.v1.PullService";
+    impl<T> tonic::server::NamedService for PullServiceServer<T> {
+        const NAME: &'static str = SERVICE_NAME;
     }
 }
 /// Where a rank listens. "host:port", IPv6 in brackets. Empty: not served.
@@ -3685,11 +5465,544 @@ pub mod registry_service_client {
         }
     }
 }
+/// Generated server implementations.
+#[cfg(feature = "server")]
+pub mod registry_service_server {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    /// Generated trait containing gRPC methods that should be implemented for use with RegistryServiceServer.
+    #[async_trait]
+    pub trait RegistryService: std::marker::Send + std::marker::Sync + 'static {
+        /// Registers rows, many in one call. All rows are taken, or none. Repeating the same rows is harmless and renews
+        /// their leases; a newer epoch replaces the row and fences the older incarnation, also after the newer one has gone.
+        /// The row of one incarnation never changes, and all rows of an engine share role, layout, model and the shapes of
+        /// the pools they have in common.
+        /// Roles: rank. Errors: INVALID_REQUEST, ADDRESS_NOT_ALLOWED, STALE_EPOCH (FAILED_PRECONDITION, names the current epoch),
+        /// REGISTRATION_SHAPE_CONFLICT (ALREADY_EXISTS, or UNAVAILABLE with RetryInfo while only ranks of an older incarnation
+        /// hold the other shape), TOO_MANY_REQUESTS, SERVER_DRAINING.
+        async fn register(
+            &self,
+            request: tonic::Request<super::RegisterRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::RegisterResponse>,
+            tonic::Status,
+        >;
+        /// Server streaming response type for the KeepAlive method.
+        type KeepAliveStream: tonic::codegen::tokio_stream::Stream<
+                Item = std::result::Result<super::KeepAliveResponse, tonic::Status>,
+            >
+            + std::marker::Send
+            + 'static;
+        /// Renews leases: one stream a process, many leases a message, one answer a message, in order.
+        /// Roles: rank. Errors: INVALID_REQUEST, SERVER_DRAINING. A lease that is gone is named in the answer, not an error.
+        async fn keep_alive(
+            &self,
+            request: tonic::Request<tonic::Streaming<super::KeepAliveRequest>>,
+        ) -> std::result::Result<tonic::Response<Self::KeepAliveStream>, tonic::Status>;
+        /// Removes rows, many in one call. A row that is not there, or has another epoch, is left alone and not an error.
+        /// Roles: rank, operator. Errors: INVALID_REQUEST, IDENTITY_MISMATCH.
+        async fn deregister(
+            &self,
+            request: tonic::Request<super::DeregisterRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::DeregisterResponse>,
+            tonic::Status,
+        >;
+        /// Returns one engine with its rows, paged by coordinates.
+        /// Roles: rank, consumer, operator. Errors: ENGINE_NOT_FOUND, WARMING_UP (UNAVAILABLE), INVALID_REQUEST.
+        async fn get_engine(
+            &self,
+            request: tonic::Request<super::GetEngineRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::GetEngineResponse>,
+            tonic::Status,
+        >;
+        /// Lists engines by name, paged.
+        /// Roles: rank, consumer, operator. Errors: INVALID_REQUEST.
+        async fn list_engines(
+            &self,
+            request: tonic::Request<super::ListEnginesRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListEnginesResponse>,
+            tonic::Status,
+        >;
+        /// Finds ranks of one engine, and can wait until the engine is READY, up to the deadline of the call: shortly before
+        /// it the answer is ENGINE_NOT_FOUND, which names ranks that are missing.
+        /// Roles: rank, operator. Errors: ENGINE_NOT_FOUND, WARMING_UP (UNAVAILABLE), INVALID_REQUEST, TOO_MANY_REQUESTS (too
+        /// many calls wait, or the selectors fit more rows than one message holds), SERVER_DRAINING.
+        async fn resolve_ranks(
+            &self,
+            request: tonic::Request<super::ResolveRanksRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ResolveRanksResponse>,
+            tonic::Status,
+        >;
+        /// Server streaming response type for the WatchEngines method.
+        type WatchEnginesStream: tonic::codegen::tokio_stream::Stream<
+                Item = std::result::Result<super::WatchEnginesResponse, tonic::Status>,
+            >
+            + std::marker::Send
+            + 'static;
+        /// Follows engines: the full state first, in messages of at most 1 MiB, the last of which says state_complete; then
+        /// what changes, as it is at that moment and in order. There is no cursor: a stream that broke, or a reader that was
+        /// too slow, starts with the full state again. Without a change a message without content comes each 5 seconds.
+        /// Roles: rank, consumer, operator. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS, SERVER_DRAINING.
+        async fn watch_engines(
+            &self,
+            request: tonic::Request<super::WatchEnginesRequest>,
+        ) -> std::result::Result<
+            tonic::Response<Self::WatchEnginesStream>,
+            tonic::Status,
+        >;
+    }
+    /// Keeps the rows of ranks that are there. Soft state: every process registers again within one keepalive after the
+    /// registry restarts, and hand-offs in flight notice nothing. It never fails a room and its silence proves nothing.
+    #[derive(Debug)]
+    pub struct RegistryServiceServer<T> {
+        inner: Arc<T>,
+        accept_compression_encodings: EnabledCompressionEncodings,
+        send_compression_encodings: EnabledCompressionEncodings,
+        max_decoding_message_size: Option<usize>,
+        max_encoding_message_size: Option<usize>,
+    }
+    impl<T> RegistryServiceServer<T> {
+        pub fn new(inner: T) -> Self {
+            Self::from_arc(Arc::new(inner))
+        }
+        pub fn from_arc(inner: Arc<T>) -> Self {
+            Self {
+                inner,
+                accept_compression_encodings: Default::default(),
+                send_compression_encodings: Default::default(),
+                max_decoding_message_size: None,
+                max_encoding_message_size: None,
+            }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> InterceptedService<Self, F>
+        where
+            F: tonic::service::Interceptor,
+        {
+            InterceptedService::new(Self::new(inner), interceptor)
+        }
+        /// Enable decompressing requests with the given encoding.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.accept_compression_encodings.enable(encoding);
+            self
+        }
+        /// Compress responses with the given encoding, if the client supports it.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.send_compression_encodings.enable(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.max_decoding_message_size = Some(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.max_encoding_message_size = Some(limit);
+            self
+        }
+    }
+    impl<T, B> tonic::codegen::Service<http::Request<B>> for RegistryServiceServer<T>
+    where
+        T: RegistryService,
+        B: Body + std::marker::Send + 'static,
+        B::Error: Into<StdError> + std::marker::Send + 'static,
+    {
+        type Response = http::Response<tonic::body::Body>;
+        type Error = std::convert::Infallible;
+        type Future = BoxFuture<Self::Response, Self::Error>;
+        fn poll_ready(
+            &mut self,
+            _cx: &mut Context<'_>,
+        ) -> Poll<std::result::Result<(), Self::Error>> {
+            Poll::Ready(Ok(()))
+        }
+        fn call(&mut self, req: http::Request<B>) -> Self::Future {
+            match req.uri().path() {
+                "/kvgrpc.v1.RegistryService/Register" => {
+                    #[allow(non_camel_case_types)]
+                    struct RegisterSvc<T: RegistryService>(pub Arc<T>);
+                    impl<
+                        T: RegistryService,
+                    > tonic::server::UnaryService<super::RegisterRequest>
+                    for RegisterSvc<T> {
+                        type Response = super::RegisterResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::RegisterRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as RegistryService>::register(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = RegisterSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.RegistryService/KeepAlive" => {
+                    #[allow(non_camel_case_types)]
+                    struct KeepAliveSvc<T: RegistryService>(pub Arc<T>);
+                    impl<
+                        T: RegistryService,
+                    > tonic::server::StreamingService<super::KeepAliveRequest>
+                    for KeepAliveSvc<T> {
+                        type Response = super::KeepAliveResponse;
+                        type ResponseStream = T::KeepAliveStream;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::ResponseStream>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<
+                                tonic::Streaming<super::KeepAliveRequest>,
+                            >,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as RegistryService>::keep_alive(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = KeepAliveSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.RegistryService/Deregister" => {
+                    #[allow(non_camel_case_types)]
+                    struct DeregisterSvc<T: RegistryService>(pub Arc<T>);
+                    impl<
+                        T: RegistryService,
+                    > tonic::server::UnaryService<super::DeregisterRequest>
+                    for DeregisterSvc<T> {
+                        type Response = super::DeregisterResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::DeregisterRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as RegistryService>::deregister(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = DeregisterSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.RegistryService/GetEngine" => {
+                    #[allow(non_camel_case_types)]
+                    struct GetEngineSvc<T: RegistryService>(pub Arc<T>);
+                    impl<
+                        T: RegistryService,
+                    > tonic::server::UnaryService<super::GetEngineRequest>
+                    for GetEngineSvc<T> {
+                        type Response = super::GetEngineResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::GetEngineRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as RegistryService>::get_engine(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = GetEngineSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.RegistryService/ListEngines" => {
+                    #[allow(non_camel_case_types)]
+                    struct ListEnginesSvc<T: RegistryService>(pub Arc<T>);
+                    impl<
+                        T: RegistryService,
+                    > tonic::server::UnaryService<super::ListEnginesRequest>
+                    for ListEnginesSvc<T> {
+                        type Response = super::ListEnginesResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ListEnginesRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as RegistryService>::list_engines(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ListEnginesSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.RegistryService/ResolveRanks" => {
+                    #[allow(non_camel_case_types)]
+                    struct ResolveRanksSvc<T: RegistryService>(pub Arc<T>);
+                    impl<
+                        T: RegistryService,
+                    > tonic::server::UnaryService<super::ResolveRanksRequest>
+                    for ResolveRanksSvc<T> {
+                        type Response = super::ResolveRanksResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ResolveRanksRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as RegistryService>::resolve_ranks(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ResolveRanksSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.RegistryService/WatchEngines" => {
+                    #[allow(non_camel_case_types)]
+                    struct WatchEnginesSvc<T: RegistryService>(pub Arc<T>);
+                    impl<
+                        T: RegistryService,
+                    > tonic::server::ServerStreamingService<super::WatchEnginesRequest>
+                    for WatchEnginesSvc<T> {
+                        type Response = super::WatchEnginesResponse;
+                        type ResponseStream = T::WatchEnginesStream;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::ResponseStream>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::WatchEnginesRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as RegistryService>::watch_engines(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = WatchEnginesSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.server_streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                _ => {
+                    Box::pin(async move {
+                        let mut response = http::Response::new(
+                            tonic::body::Body::default(),
+                        );
+                        let headers = response.headers_mut();
+                        headers
+                            .insert(
+                                tonic::Status::GRPC_STATUS,
+                                (tonic::Code::Unimplemented as i32).into(),
+                            );
+                        headers
+                            .insert(
+                                http::header::CONTENT_TYPE,
+                                tonic::metadata::GRPC_CONTENT_TYPE,
+                            );
+                        Ok(response)
+                    })
+                }
+            }
+        }
+    }
+    impl<T> Clone for RegistryServiceServer<T> {
+        fn clone(&self) -> Self {
+            let inner = self.inner.clone();
+            Self {
+                inner,
+                accept_compression_encodings: self.accept_compression_encodings,
+                send_compression_encodings: self.send_compression_encodings,
+                max_decoding_message_size: self.max_decoding_message_size,
+                max_encoding_message_size: self.max_encoding_message_size,
+            }
+        }
+    }
+    /// Generated gRPC service name
+    pub const SERVICE_NAME: &str = "kvgrpc.v1.RegistryService";
+    impl<T> tonic::server::NamedService for RegistryServiceServer<T> {
+        const NAME: &'static str = SERVICE_NAME;
+    }
+}
 /// Request of GetServerInfo.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct GetServerInfoRequest {}
 /// Response of GetServerInfo.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct GetServerInfoResponse {
     /// Version of kvgrpc.
     #[prost(string, tag = "1")]
@@ -3715,6 +6028,73 @@ pub struct GetServerInfoResponse {
     /// Process id on its host.
     #[prost(uint32, tag = "9")]
     pub pid: u32,
+    /// Settings of a rank in force, by name. Told to operators, and where nobody has to prove who calls.
+    #[prost(message, repeated, tag = "10")]
+    pub settings: ::prost::alloc::vec::Vec<Setting>,
+    /// How its port is protected.
+    #[prost(message, optional, tag = "11")]
+    pub security: ::core::option::Option<PortSecurity>,
+    /// The registry as seen from here; absent where this registers nowhere.
+    #[prost(message, optional, tag = "12")]
+    pub registration: ::core::option::Option<RegistrationInfo>,
+    /// Versions of what it runs on, by name: python, grpcio, protobuf, and torch, sglang, vllm and others where they are
+    /// loaded.
+    #[prost(map = "string, string", tag = "13")]
+    pub versions: ::std::collections::HashMap<
+        ::prost::alloc::string::String,
+        ::prost::alloc::string::String,
+    >,
+    /// Now, by this host's clock.
+    #[prost(message, optional, tag = "14")]
+    pub time: ::core::option::Option<::prost_types::Timestamp>,
+    /// Where peers reach its data plane, each "host:port"; none where that is of this host alone.
+    #[prost(string, repeated, tag = "15")]
+    pub data_plane_endpoints: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+}
+/// A setting in force.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Setting {
+    /// As in docs/operations.md; parts of a table with a dot between: "timing.idle_timeout".
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    /// As text; of a secret "set".
+    #[prost(string, tag = "2")]
+    pub value: ::prost::alloc::string::String,
+    /// Who said so.
+    #[prost(enumeration = "SettingSource", tag = "3")]
+    pub source: i32,
+}
+/// How a port is protected.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct PortSecurity {
+    /// Connections are encrypted.
+    #[prost(bool, tag = "1")]
+    pub tls: bool,
+    /// Clients must have a certificate.
+    #[prost(bool, tag = "2")]
+    pub client_certificates: bool,
+    /// Callers must have a token.
+    #[prost(bool, tag = "3")]
+    pub tokens: bool,
+    /// When the server's certificate ends. Absent without one.
+    #[prost(message, optional, tag = "4")]
+    pub certificate_end_time: ::core::option::Option<::prost_types::Timestamp>,
+}
+/// A registry, as seen by who registers there.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RegistrationInfo {
+    /// Its address, of several replicas the one in use.
+    #[prost(string, tag = "1")]
+    pub address: ::prost::alloc::string::String,
+    /// What it is at.
+    #[prost(enumeration = "RegistrationState", tag = "2")]
+    pub state: i32,
+    /// Where it is away: since when, by this host's clock.
+    #[prost(message, optional, tag = "3")]
+    pub away_since: ::core::option::Option<::prost_types::Timestamp>,
+    /// Why, as the last call said.
+    #[prost(string, tag = "4")]
+    pub last_error: ::prost::alloc::string::String,
 }
 /// Bounds of a process. What it does not serve is absent.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -3825,6 +6205,9 @@ pub struct IndexLimits {
     /// Prompts of one Score.
     #[prost(uint32, tag = "3")]
     pub max_score_prompts: u32,
+    /// Prompts of one Plan; blocks and tokens are bounded as those of a Score.
+    #[prost(uint32, tag = "4")]
+    pub max_plan_prompts: u32,
 }
 /// Request of Drain.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -3842,6 +6225,92 @@ pub struct DrainResponse {
     /// Rooms that are still open.
     #[prost(uint32, tag = "2")]
     pub open_rooms: u32,
+}
+/// Where a setting comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum SettingSource {
+    /// Never sent.
+    Unspecified = 0,
+    /// Nobody said anything else.
+    Default = 1,
+    /// The TOML file that KVGRPC_CONFIG names.
+    File = 2,
+    /// A variable KVGRPC\_... of the environment.
+    Environment = 3,
+    /// The engine's own code or command line.
+    Engine = 4,
+}
+impl SettingSource {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "SETTING_SOURCE_UNSPECIFIED",
+            Self::Default => "SETTING_SOURCE_DEFAULT",
+            Self::File => "SETTING_SOURCE_FILE",
+            Self::Environment => "SETTING_SOURCE_ENVIRONMENT",
+            Self::Engine => "SETTING_SOURCE_ENGINE",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "SETTING_SOURCE_UNSPECIFIED" => Some(Self::Unspecified),
+            "SETTING_SOURCE_DEFAULT" => Some(Self::Default),
+            "SETTING_SOURCE_FILE" => Some(Self::File),
+            "SETTING_SOURCE_ENVIRONMENT" => Some(Self::Environment),
+            "SETTING_SOURCE_ENGINE" => Some(Self::Engine),
+            _ => None,
+        }
+    }
+}
+/// What the registration of a process is at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum RegistrationState {
+    /// Never sent.
+    Unspecified = 0,
+    /// It registers for the first time.
+    Starting = 1,
+    /// The registry has its rows, and their leases are renewed.
+    Registered = 2,
+    /// The registry is away, or does not know the leases; it comes back by itself, and hand-offs go on meanwhile.
+    Retrying = 3,
+    /// Newer incarnations took all rows over: the process must be stopped.
+    Superseded = 4,
+    /// It deregistered: drained, or about to end.
+    Closed = 5,
+}
+impl RegistrationState {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "REGISTRATION_STATE_UNSPECIFIED",
+            Self::Starting => "REGISTRATION_STATE_STARTING",
+            Self::Registered => "REGISTRATION_STATE_REGISTERED",
+            Self::Retrying => "REGISTRATION_STATE_RETRYING",
+            Self::Superseded => "REGISTRATION_STATE_SUPERSEDED",
+            Self::Closed => "REGISTRATION_STATE_CLOSED",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "REGISTRATION_STATE_UNSPECIFIED" => Some(Self::Unspecified),
+            "REGISTRATION_STATE_STARTING" => Some(Self::Starting),
+            "REGISTRATION_STATE_REGISTERED" => Some(Self::Registered),
+            "REGISTRATION_STATE_RETRYING" => Some(Self::Retrying),
+            "REGISTRATION_STATE_SUPERSEDED" => Some(Self::Superseded),
+            "REGISTRATION_STATE_CLOSED" => Some(Self::Closed),
+            _ => None,
+        }
+    }
 }
 /// Generated client implementations.
 pub mod server_service_client {
@@ -3935,7 +6404,7 @@ pub mod server_service_client {
             self.inner = self.inner.max_encoding_message_size(limit);
             self
         }
-        /// Says who this is, since when, what it serves and its limits.
+        /// Says who this is, since when, what it serves, its limits, and what it runs on; to an operator also its settings.
         /// Roles: rank, consumer, operator. Errors: none of its own.
         pub async fn get_server_info(
             &mut self,
@@ -3985,6 +6454,243 @@ pub mod server_service_client {
                 .insert(GrpcMethod::new("kvgrpc.v1.ServerService", "Drain"));
             self.inner.unary(req, path, codec).await
         }
+    }
+}
+/// Generated server implementations.
+#[cfg(feature = "server")]
+pub mod server_service_server {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    /// Generated trait containing gRPC methods that should be implemented for use with ServerServiceServer.
+    #[async_trait]
+    pub trait ServerService: std::marker::Send + std::marker::Sync + 'static {
+        /// Says who this is, since when, what it serves, its limits, and what it runs on; to an operator also its settings.
+        /// Roles: rank, consumer, operator. Errors: none of its own.
+        async fn get_server_info(
+            &self,
+            request: tonic::Request<super::GetServerInfoRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::GetServerInfoResponse>,
+            tonic::Status,
+        >;
+        /// Starts draining: health turns NOT_SERVING, new rooms are refused, running ones end; the port stays open until the data
+        /// plane has no write left. Returns when drained or at the deadline of the call. Repeating it is harmless.
+        /// Roles: operator. Errors: INVALID_REQUEST.
+        async fn drain(
+            &self,
+            request: tonic::Request<super::DrainRequest>,
+        ) -> std::result::Result<tonic::Response<super::DrainResponse>, tonic::Status>;
+    }
+    /// Served by every kvgrpc process.
+    #[derive(Debug)]
+    pub struct ServerServiceServer<T> {
+        inner: Arc<T>,
+        accept_compression_encodings: EnabledCompressionEncodings,
+        send_compression_encodings: EnabledCompressionEncodings,
+        max_decoding_message_size: Option<usize>,
+        max_encoding_message_size: Option<usize>,
+    }
+    impl<T> ServerServiceServer<T> {
+        pub fn new(inner: T) -> Self {
+            Self::from_arc(Arc::new(inner))
+        }
+        pub fn from_arc(inner: Arc<T>) -> Self {
+            Self {
+                inner,
+                accept_compression_encodings: Default::default(),
+                send_compression_encodings: Default::default(),
+                max_decoding_message_size: None,
+                max_encoding_message_size: None,
+            }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> InterceptedService<Self, F>
+        where
+            F: tonic::service::Interceptor,
+        {
+            InterceptedService::new(Self::new(inner), interceptor)
+        }
+        /// Enable decompressing requests with the given encoding.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.accept_compression_encodings.enable(encoding);
+            self
+        }
+        /// Compress responses with the given encoding, if the client supports it.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.send_compression_encodings.enable(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.max_decoding_message_size = Some(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.max_encoding_message_size = Some(limit);
+            self
+        }
+    }
+    impl<T, B> tonic::codegen::Service<http::Request<B>> for ServerServiceServer<T>
+    where
+        T: ServerService,
+        B: Body + std::marker::Send + 'static,
+        B::Error: Into<StdError> + std::marker::Send + 'static,
+    {
+        type Response = http::Response<tonic::body::Body>;
+        type Error = std::convert::Infallible;
+        type Future = BoxFuture<Self::Response, Self::Error>;
+        fn poll_ready(
+            &mut self,
+            _cx: &mut Context<'_>,
+        ) -> Poll<std::result::Result<(), Self::Error>> {
+            Poll::Ready(Ok(()))
+        }
+        fn call(&mut self, req: http::Request<B>) -> Self::Future {
+            match req.uri().path() {
+                "/kvgrpc.v1.ServerService/GetServerInfo" => {
+                    #[allow(non_camel_case_types)]
+                    struct GetServerInfoSvc<T: ServerService>(pub Arc<T>);
+                    impl<
+                        T: ServerService,
+                    > tonic::server::UnaryService<super::GetServerInfoRequest>
+                    for GetServerInfoSvc<T> {
+                        type Response = super::GetServerInfoResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::GetServerInfoRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as ServerService>::get_server_info(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = GetServerInfoSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.ServerService/Drain" => {
+                    #[allow(non_camel_case_types)]
+                    struct DrainSvc<T: ServerService>(pub Arc<T>);
+                    impl<
+                        T: ServerService,
+                    > tonic::server::UnaryService<super::DrainRequest> for DrainSvc<T> {
+                        type Response = super::DrainResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::DrainRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as ServerService>::drain(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = DrainSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                _ => {
+                    Box::pin(async move {
+                        let mut response = http::Response::new(
+                            tonic::body::Body::default(),
+                        );
+                        let headers = response.headers_mut();
+                        headers
+                            .insert(
+                                tonic::Status::GRPC_STATUS,
+                                (tonic::Code::Unimplemented as i32).into(),
+                            );
+                        headers
+                            .insert(
+                                http::header::CONTENT_TYPE,
+                                tonic::metadata::GRPC_CONTENT_TYPE,
+                            );
+                        Ok(response)
+                    })
+                }
+            }
+        }
+    }
+    impl<T> Clone for ServerServiceServer<T> {
+        fn clone(&self) -> Self {
+            let inner = self.inner.clone();
+            Self {
+                inner,
+                accept_compression_encodings: self.accept_compression_encodings,
+                send_compression_encodings: self.send_compression_encodings,
+                max_decoding_message_size: self.max_decoding_message_size,
+                max_encoding_message_size: self.max_encoding_message_size,
+            }
+        }
+    }
+    /// Generated gRPC service name
+    pub const SERVICE_NAME: &str = "kvgrpc.v1.ServerService";
+    impl<T> tonic::server::NamedService for ServerServiceServer<T> {
+        const NAME: &'static str = SERVICE_NAME;
     }
 }
 /// First message of a session.
@@ -4171,7 +6877,7 @@ pub struct SessionResponse {
     pub goodbye: ::core::option::Option<Goodbye>,
 }
 /// One session, for people.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Session {
     /// The other side.
     #[prost(message, optional, tag = "1")]
@@ -4197,6 +6903,37 @@ pub struct Session {
     /// Where it is silent: since when, by this host's clock.
     #[prost(message, optional, tag = "8")]
     pub silent_since: ::core::option::Option<::prost_types::Timestamp>,
+    /// Its hand-offs that ended, since the pair stands.
+    #[prost(message, optional, tag = "9")]
+    pub since_start: ::core::option::Option<HandOffFigures>,
+    /// Those of the last 50 to 60 seconds.
+    #[prost(message, optional, tag = "10")]
+    pub last_minute: ::core::option::Option<HandOffFigures>,
+}
+/// What hand-offs came to, for people. A hand-off of several parts counts at each of its pairs, with an equal share of its
+/// bytes.
+#[derive(Clone, Copy, PartialEq, ::prost::Message)]
+pub struct HandOffFigures {
+    /// Went well.
+    #[prost(uint64, tag = "1")]
+    pub succeeded: u64,
+    /// Failed, or were cancelled.
+    #[prost(uint64, tag = "2")]
+    pub failed: u64,
+    /// Of the pages of those that went well.
+    #[prost(uint64, tag = "3")]
+    pub bytes: u64,
+    /// Half of them took no longer, from the engine's handle to SUCCESS, to within 5 %. Absent before the first.
+    #[prost(message, optional, tag = "4")]
+    pub p50: ::core::option::Option<::prost_types::Duration>,
+    /// 99 of 100 took no longer. Absent before the first.
+    #[prost(message, optional, tag = "5")]
+    pub p99: ::core::option::Option<::prost_types::Duration>,
+    /// Bytes over the sum of the times in which pages of one hand-off moved, in 10^9 a second: the speed of one hand-off, not
+    /// of all at once. At prefill that is the data plane and, between chunks, the computing; at decode also the time until
+    /// prefill had computed.
+    #[prost(double, tag = "6")]
+    pub gigabytes_per_second: f64,
 }
 /// One part of a room, for people.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -4250,6 +6987,34 @@ pub struct Room {
     /// W3C trace context of the request, where decode's engine gave one.
     #[prost(string, tag = "11")]
     pub traceparent: ::prost::alloc::string::String,
+    /// Pages that wait for evidence.
+    #[prost(uint32, tag = "12")]
+    pub held_pages: u32,
+    /// How it came to its end, once SUCCESS, while it is among the last 256 of this rank.
+    #[prost(message, optional, tag = "13")]
+    pub end: ::core::option::Option<HandOffEnd>,
+}
+/// How a hand-off that went well came to its end, for people.
+#[derive(Clone, Copy, PartialEq, ::prost::Message)]
+pub struct HandOffEnd {
+    /// When, by this host's clock.
+    #[prost(message, optional, tag = "1")]
+    pub time: ::core::option::Option<::prost_types::Timestamp>,
+    /// Of its pages here.
+    #[prost(uint64, tag = "2")]
+    pub bytes: u64,
+    /// From the engine's handle until both sides were known.
+    #[prost(message, optional, tag = "3")]
+    pub bootstrap_time: ::core::option::Option<::prost_types::Duration>,
+    /// From then until there were pages to move: at decode the engine's destination, at prefill the first that were computed.
+    #[prost(message, optional, tag = "4")]
+    pub wait_time: ::core::option::Option<::prost_types::Duration>,
+    /// From then until all had moved and the end was known here.
+    #[prost(message, optional, tag = "5")]
+    pub transfer_time: ::core::option::Option<::prost_types::Duration>,
+    /// Bytes over transfer_time, in 10^9 a second.
+    #[prost(double, tag = "6")]
+    pub gigabytes_per_second: f64,
 }
 /// Request of ListSessions.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -4289,6 +7054,9 @@ pub struct ListRoomsRequest {
     /// True for the rooms that failed last, the newest first: one page, without states, held_only and token.
     #[prost(bool, tag = "5")]
     pub newest_failed: bool,
+    /// True for the last 256 that went well, the slowest first: one page, without states, held_only, newest_failed and token.
+    #[prost(bool, tag = "6")]
+    pub slowest: bool,
 }
 /// Response of ListRooms.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -4299,7 +7067,7 @@ pub struct ListRoomsResponse {
     /// Empty at the end of the list.
     #[prost(string, tag = "2")]
     pub next_page_token: ::prost::alloc::string::String,
-    /// Rooms there are, of every state, and the last that failed.
+    /// Rooms there are, of every state, the last that went well or failed among them.
     #[prost(uint32, tag = "3")]
     pub total: u32,
 }
@@ -4772,8 +7540,8 @@ pub mod transfer_service_client {
                 .insert(GrpcMethod::new("kvgrpc.v1.TransferService", "ListSessions"));
             self.inner.unary(req, path, codec).await
         }
-        /// Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
-        /// that failed stay. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
+        /// Lists the rooms of this rank, paged, ordered by room and attempt. The last 256 that went well stay, and the last 256
+        /// that failed. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
         /// Roles: rank, operator. Errors: INVALID_REQUEST.
         pub async fn list_rooms(
             &mut self,
@@ -4931,5 +7699,577 @@ pub mod transfer_service_client {
                 .insert(GrpcMethod::new("kvgrpc.v1.TransferService", "GetTopology"));
             self.inner.unary(req, path, codec).await
         }
+    }
+}
+/// Generated server implementations.
+#[cfg(feature = "server")]
+pub mod transfer_service_server {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    /// Generated trait containing gRPC methods that should be implemented for use with TransferServiceServer.
+    #[async_trait]
+    pub trait TransferService: std::marker::Send + std::marker::Sync + 'static {
+        /// Server streaming response type for the Session method.
+        type SessionStream: tonic::codegen::tokio_stream::Stream<
+                Item = std::result::Result<super::SessionResponse, tonic::Status>,
+            >
+            + std::marker::Send
+            + 'static;
+        /// Synchronises the rooms of one pair of incarnations. State, not messages: an entry is the latest state of a room, a
+        /// later one replaces it, order between rooms means nothing, repeats are harmless. After a break the opener dials
+        /// again and both sides send every room that is not settled; that is the whole of resumption. The server answers
+        /// hello with welcome or goodbye; either side ends with goodbye; an end without it is a break. Refusals travel in
+        /// goodbye, never as status.
+        /// Roles: rank. Reasons in goodbye: STALE_EPOCH, WRONG_RANK, PARALLEL_LAYOUT_MISMATCH, INVALID_REQUEST, FRAME_TOO_LARGE,
+        /// SERVER_DRAINING, TOO_MANY_REQUESTS.
+        async fn session(
+            &self,
+            request: tonic::Request<tonic::Streaming<super::SessionRequest>>,
+        ) -> std::result::Result<tonic::Response<Self::SessionStream>, tonic::Status>;
+        /// Lists the sessions of this rank, as either side, paged.
+        /// Roles: rank, operator. Errors: INVALID_REQUEST.
+        async fn list_sessions(
+            &self,
+            request: tonic::Request<super::ListSessionsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListSessionsResponse>,
+            tonic::Status,
+        >;
+        /// Lists the rooms of this rank, paged, ordered by room and attempt. The last 256 that went well stay, and the last 256
+        /// that failed. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
+        /// Roles: rank, operator. Errors: INVALID_REQUEST.
+        async fn list_rooms(
+            &self,
+            request: tonic::Request<super::ListRoomsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListRoomsResponse>,
+            tonic::Status,
+        >;
+        /// Returns one room with its parts; to a caller of role rank as ListRooms does.
+        /// Roles: rank, operator. Errors: ROOM_NOT_FOUND, INVALID_REQUEST.
+        async fn get_room(
+            &self,
+            request: tonic::Request<super::GetRoomRequest>,
+        ) -> std::result::Result<tonic::Response<super::GetRoomResponse>, tonic::Status>;
+        /// Tells which of these rooms have a sender at this prefill rank. Waits until one has, up to the deadline of the call:
+        /// shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says engine_selects_dp.
+        /// Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK (a decode rank), TOO_MANY_REQUESTS, SERVER_DRAINING.
+        async fn locate_rooms(
+            &self,
+            request: tonic::Request<super::LocateRoomsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::LocateRoomsResponse>,
+            tonic::Status,
+        >;
+        /// Cancels one room here; the other side is told. A room that has ended stays as it is.
+        /// Roles: operator. Errors: ROOM_NOT_FOUND, INVALID_REQUEST.
+        async fn cancel_room(
+            &self,
+            request: tonic::Request<super::CancelRoomRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::CancelRoomResponse>,
+            tonic::Status,
+        >;
+        /// Returns who this rank is and the shapes of its pools.
+        /// Roles: rank, operator. Errors: none of its own.
+        async fn get_rank(
+            &self,
+            request: tonic::Request<super::GetRankRequest>,
+        ) -> std::result::Result<tonic::Response<super::GetRankResponse>, tonic::Status>;
+        /// Tells which ranks of one prefill replica owe which layers and heads to which ranks of one decode replica. It depends
+        /// on the request alone: any rank answers for any two engines.
+        /// Roles: rank, operator. Errors: INVALID_REQUEST, PARALLEL_LAYOUT_MISMATCH (FAILED_PRECONDITION, names the field).
+        async fn get_topology(
+            &self,
+            request: tonic::Request<super::GetTopologyRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::GetTopologyResponse>,
+            tonic::Status,
+        >;
+    }
+    /// Hands KV caches from prefill to decode. Every rank serves the reads; Session only where prefill is.
+    #[derive(Debug)]
+    pub struct TransferServiceServer<T> {
+        inner: Arc<T>,
+        accept_compression_encodings: EnabledCompressionEncodings,
+        send_compression_encodings: EnabledCompressionEncodings,
+        max_decoding_message_size: Option<usize>,
+        max_encoding_message_size: Option<usize>,
+    }
+    impl<T> TransferServiceServer<T> {
+        pub fn new(inner: T) -> Self {
+            Self::from_arc(Arc::new(inner))
+        }
+        pub fn from_arc(inner: Arc<T>) -> Self {
+            Self {
+                inner,
+                accept_compression_encodings: Default::default(),
+                send_compression_encodings: Default::default(),
+                max_decoding_message_size: None,
+                max_encoding_message_size: None,
+            }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> InterceptedService<Self, F>
+        where
+            F: tonic::service::Interceptor,
+        {
+            InterceptedService::new(Self::new(inner), interceptor)
+        }
+        /// Enable decompressing requests with the given encoding.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.accept_compression_encodings.enable(encoding);
+            self
+        }
+        /// Compress responses with the given encoding, if the client supports it.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.send_compression_encodings.enable(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.max_decoding_message_size = Some(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.max_encoding_message_size = Some(limit);
+            self
+        }
+    }
+    impl<T, B> tonic::codegen::Service<http::Request<B>> for TransferServiceServer<T>
+    where
+        T: TransferService,
+        B: Body + std::marker::Send + 'static,
+        B::Error: Into<StdError> + std::marker::Send + 'static,
+    {
+        type Response = http::Response<tonic::body::Body>;
+        type Error = std::convert::Infallible;
+        type Future = BoxFuture<Self::Response, Self::Error>;
+        fn poll_ready(
+            &mut self,
+            _cx: &mut Context<'_>,
+        ) -> Poll<std::result::Result<(), Self::Error>> {
+            Poll::Ready(Ok(()))
+        }
+        fn call(&mut self, req: http::Request<B>) -> Self::Future {
+            match req.uri().path() {
+                "/kvgrpc.v1.TransferService/Session" => {
+                    #[allow(non_camel_case_types)]
+                    struct SessionSvc<T: TransferService>(pub Arc<T>);
+                    impl<
+                        T: TransferService,
+                    > tonic::server::StreamingService<super::SessionRequest>
+                    for SessionSvc<T> {
+                        type Response = super::SessionResponse;
+                        type ResponseStream = T::SessionStream;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::ResponseStream>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<
+                                tonic::Streaming<super::SessionRequest>,
+                            >,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as TransferService>::session(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = SessionSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.TransferService/ListSessions" => {
+                    #[allow(non_camel_case_types)]
+                    struct ListSessionsSvc<T: TransferService>(pub Arc<T>);
+                    impl<
+                        T: TransferService,
+                    > tonic::server::UnaryService<super::ListSessionsRequest>
+                    for ListSessionsSvc<T> {
+                        type Response = super::ListSessionsResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ListSessionsRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as TransferService>::list_sessions(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ListSessionsSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.TransferService/ListRooms" => {
+                    #[allow(non_camel_case_types)]
+                    struct ListRoomsSvc<T: TransferService>(pub Arc<T>);
+                    impl<
+                        T: TransferService,
+                    > tonic::server::UnaryService<super::ListRoomsRequest>
+                    for ListRoomsSvc<T> {
+                        type Response = super::ListRoomsResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ListRoomsRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as TransferService>::list_rooms(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ListRoomsSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.TransferService/GetRoom" => {
+                    #[allow(non_camel_case_types)]
+                    struct GetRoomSvc<T: TransferService>(pub Arc<T>);
+                    impl<
+                        T: TransferService,
+                    > tonic::server::UnaryService<super::GetRoomRequest>
+                    for GetRoomSvc<T> {
+                        type Response = super::GetRoomResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::GetRoomRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as TransferService>::get_room(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = GetRoomSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.TransferService/LocateRooms" => {
+                    #[allow(non_camel_case_types)]
+                    struct LocateRoomsSvc<T: TransferService>(pub Arc<T>);
+                    impl<
+                        T: TransferService,
+                    > tonic::server::UnaryService<super::LocateRoomsRequest>
+                    for LocateRoomsSvc<T> {
+                        type Response = super::LocateRoomsResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::LocateRoomsRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as TransferService>::locate_rooms(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = LocateRoomsSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.TransferService/CancelRoom" => {
+                    #[allow(non_camel_case_types)]
+                    struct CancelRoomSvc<T: TransferService>(pub Arc<T>);
+                    impl<
+                        T: TransferService,
+                    > tonic::server::UnaryService<super::CancelRoomRequest>
+                    for CancelRoomSvc<T> {
+                        type Response = super::CancelRoomResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::CancelRoomRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as TransferService>::cancel_room(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = CancelRoomSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.TransferService/GetRank" => {
+                    #[allow(non_camel_case_types)]
+                    struct GetRankSvc<T: TransferService>(pub Arc<T>);
+                    impl<
+                        T: TransferService,
+                    > tonic::server::UnaryService<super::GetRankRequest>
+                    for GetRankSvc<T> {
+                        type Response = super::GetRankResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::GetRankRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as TransferService>::get_rank(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = GetRankSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.TransferService/GetTopology" => {
+                    #[allow(non_camel_case_types)]
+                    struct GetTopologySvc<T: TransferService>(pub Arc<T>);
+                    impl<
+                        T: TransferService,
+                    > tonic::server::UnaryService<super::GetTopologyRequest>
+                    for GetTopologySvc<T> {
+                        type Response = super::GetTopologyResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::GetTopologyRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as TransferService>::get_topology(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = GetTopologySvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                _ => {
+                    Box::pin(async move {
+                        let mut response = http::Response::new(
+                            tonic::body::Body::default(),
+                        );
+                        let headers = response.headers_mut();
+                        headers
+                            .insert(
+                                tonic::Status::GRPC_STATUS,
+                                (tonic::Code::Unimplemented as i32).into(),
+                            );
+                        headers
+                            .insert(
+                                http::header::CONTENT_TYPE,
+                                tonic::metadata::GRPC_CONTENT_TYPE,
+                            );
+                        Ok(response)
+                    })
+                }
+            }
+        }
+    }
+    impl<T> Clone for TransferServiceServer<T> {
+        fn clone(&self) -> Self {
+            let inner = self.inner.clone();
+            Self {
+                inner,
+                accept_compression_encodings: self.accept_compression_encodings,
+                send_compression_encodings: self.send_compression_encodings,
+                max_decoding_message_size: self.max_decoding_message_size,
+                max_encoding_message_size: self.max_encoding_message_size,
+            }
+        }
+    }
+    /// Generated gRPC service name
+    pub const SERVICE_NAME: &str = "kvgrpc.v1.TransferService";
+    impl<T> tonic::server::NamedService for TransferServiceServer<T> {
+        const NAME: &'static str = SERVICE_NAME;
     }
 }

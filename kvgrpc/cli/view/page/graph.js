@@ -1,9 +1,11 @@
 // Ranks as boxes, prefill left and decode right; sessions as curves between them.
 
+import { rate } from "/elements.js";
+
 const NAMESPACE = "http://www.w3.org/2000/svg";
 const ROW = 30, HEAD = 24, GAP = 12;
 // More curves than this are one colour, and take longer to paint than the next look to come.
-const MOST_SESSIONS = 300, MANY_SESSIONS = 60, MOST_LABELS = 12;
+const MOST_SESSIONS = 300, MANY_SESSIONS = 60, MOST_LABELS = 12, LEAST_LABELLED = 480;
 
 const cut = (text, most) => (text.length > most ? `${text.slice(0, Math.max(1, most - 1))}…` : text);
 
@@ -24,6 +26,7 @@ export function draw(root, state, width) {
   const places = new Map();
   const nodes = [];
   const heights = { left: 4, right: 4 };
+  const hosts = new Set(state.engines.flatMap((engine) => engine.ranks.map((rank) => rank.host)));
   for (const engine of state.engines) {
     const side = engine.role === "decode" ? "right" : "left";
     const x = side === "right" ? width - boxWidth - 2 : 2;
@@ -32,7 +35,8 @@ export function draw(root, state, width) {
     const labels = labelled(engine.ranks);
     engine.ranks.forEach((rank, i) => {
       places.set(rank.name, { x, y: heights[side] + ROW / 2 - 2, side });
-      nodes.push(node(rank, labels[i], x, heights[side], boxWidth));
+      const words = hosts.size > 1 ? `${labels[i]} · ${rank.host}` : labels[i];
+      nodes.push(node(rank, words, x, heights[side], boxWidth));
       heights[side] += ROW;
     });
     heights[side] += GAP;
@@ -41,7 +45,7 @@ export function draw(root, state, width) {
   // By their ends, so that a curve stays the same element from look to look; what is not open lies on top.
   known.sort((a, b) => a.bad - b.bad || (a.ends < b.ends ? -1 : 1));
   const lines = known.map((link) => [link, line(places.get(link.ends[0]), places.get(link.ends[1]), boxWidth)]);
-  const labels = known.length <= MOST_LABELS ? lines.map(([link, at]) => label(link, at)) : [];
+  const labels = known.length <= MOST_LABELS && width > LEAST_LABELLED ? lines.map(([link, at]) => label(link, at)) : [];
   const height = Math.max(heights.left, heights.right, 40);
   change(root, { viewBox: `0 0 ${width} ${height}`, height });
   patch(root, [
@@ -90,12 +94,12 @@ function session(link, at) {
     class: open ? "session" : "session not-open",
     d: `M${at.x1},${at.y1} C${at.c1},${at.y1} ${at.c2},${at.y2} ${at.x2},${at.y2}`,
     "stroke-width": open ? (1.5 + Math.min(4, Math.log2(1 + link.rooms))).toFixed(1) : 2,
-  }, "", [["title", {}, `${link.ends.join(" – ")}: ${link.state}, ${link.rooms} rooms, ${link.pending} to be told`]]];
+  }, "", [["title", {}, `${link.ends.join(" – ")}: ${link.state}, ${link.rooms} rooms, ${link.pending} to be told, ${link.well} went well, ${link.failed} failed`]]];
 }
 
 function label(link, at) {
-  const words = link.state === "OPEN" ? (link.rooms ? String(link.rooms) : "") : link.state.toLowerCase();
-  return ["text", { class: "session-label", x: (at.c1 + at.c2) / 2, y: (at.y1 + at.y2) / 2 + 4 }, words];
+  const words = link.state !== "OPEN" ? link.state.toLowerCase() : link.speed ? rate(link.speed) : link.rooms ? `${link.rooms} rooms` : "";
+  return ["text", { class: "session-label", x: at.x1 + (at.x2 - at.x1) * 0.32, y: at.y1 + (at.y2 - at.y1) * 0.24 + 4 }, words];
 }
 
 function change(element, attributes) {

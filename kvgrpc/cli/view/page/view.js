@@ -1,59 +1,17 @@
 // Reads /events and shows each state. All text comes from other processes: it is only ever set as text.
 
 import { draw, inFlight, signature } from "/graph.js";
+import { fillBars, fillRows, make, rate, setText, show, size, took, words } from "/elements.js";
+import { log, plot } from "/past.js";
+import { listen, openRoom } from "/room.js";
 
 const STATES = ["BOOTSTRAPPING", "WAITING_FOR_INPUT", "TRANSFERRING", "SUCCESS", "FAILED"];
-const STALE_SECONDS = 10;
+const STALE_SECONDS = 10, MOST_SESSION_ROWS = 200;
 const at = (id) => document.getElementById(id);
 
 let shown = null, heard = 0, drawn = "", silentBefore = null;
 
-function make(tag, className, ...children) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  made.append(...children);
-  return made;
-}
-
-// Changes only what differs: a selection, a focus and a reader's place stay.
-function setText(element, text) {
-  if (element.textContent !== text) element.textContent = text;
-}
-
-function fillRows(body, rows, ifNone) {
-  const columns = body.parentElement.tHead.rows[0].cells;
-  const cells = rows.length ? rows : [[ifNone, ...Array(columns.length - 1).fill("")]];
-  while (body.rows.length > cells.length) body.deleteRow(-1);
-  cells.forEach((row, i) => {
-    const line = body.rows[i] || body.insertRow();
-    row.forEach((cell, j) => {
-      const [text, style] = Array.isArray(cell) ? cell : [cell, ""];
-      const place = line.cells[j] || line.insertCell();
-      setText(place, String(text));
-      const className = `${columns[j].className} ${rows.length ? style : "dim"}`.trim();
-      if (place.className !== className) place.className = className;
-    });
-  });
-}
-
-// Of parts that are not text: built anew only when what they show has changed.
-function show(element, value, build) {
-  const key = JSON.stringify(value);
-  if (element.dataset.key === key) return;
-  element.dataset.key = key;
-  element.replaceChildren(...build(value));
-}
-
 const sum = (items, of) => items.reduce((total, item) => total + (of(item) || 0), 0);
-const words = (state) => state.toLowerCase().replaceAll("_", " ");
-
-function size(bytes) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-  let unit = 0;
-  while (bytes >= 1024 && unit < units.length - 1) { bytes /= 1024; unit += 1; }
-  return `${bytes < 10 && unit ? bytes.toFixed(1) : Math.round(bytes)} ${units[unit]}`;
-}
-
 function tiles(state, ranks) {
   const answering = ranks.filter((rank) => rank.answers);
   const open = state.links.filter((link) => link.state === "OPEN").length;
@@ -65,6 +23,7 @@ function tiles(state, ranks) {
     ["sessions open", notOpen ? `${open} / ${open + notOpen}` : `${open}`, notOpen > 0],
     ["rooms in flight at decode", sum(decode, inFlight), false],
     ["failed, still known", failed, failed > 0],
+    ["hand-offs in a minute", sum(state.links, (link) => link.minute), false],
     ["held pages", sum(answering, (rank) => rank.held_pages), false],
     ["pulls in flight", state.pulls.length, false],
   ], (all) => all.map(([name, value, bad]) => make("div", bad ? "is-bad" : "", make("dt", "", name), make("dd", "", String(value)))));
@@ -98,38 +57,47 @@ function rooms(state) {
 }
 
 function caches(ranks) {
-  const tiers = ranks.flatMap((rank) => (rank.cache ? rank.cache.tiers.map((tier) => ({ rank: rank.name, ...tier })) : []));
+  const tiers = ranks.flatMap((rank) => (rank.cache ? rank.cache.tiers.map((tier) => {
+    const used = Number(tier.used), pages = Number(tier.pages); // 0: only storage itself knows how much fits
+    const share = pages ? `${Math.round((100 * used) / pages)} %` : `${used} pages`;
+    return [`${rank.name} ${tier.tier}`, used, pages, `${share}, ${size(used * tier.page_bytes)}`, "pages in use"];
+  }) : []));
+  fillBars(at("caches"), "meter", tiers, "No rank serves a cache.");
   const faults = ranks.filter((rank) => rank.cache && rank.cache.storage && rank.cache.storage_fault);
-  show(at("caches"), [tiers, faults.map((rank) => [rank.name, rank.cache.storage, rank.cache.storage_fault])], ([all, broken]) => {
-    if (!all.length && !broken.length) return [make("p", "dim", "No rank serves a cache.")];
-    return [...all.map((tier) => {
-      const used = Number(tier.used), pages = Number(tier.pages);
-      const meter = make("meter");
-      meter.max = pages || 1; meter.value = pages ? used : 0;
-      meter.setAttribute("aria-label", `${tier.tier} of ${tier.rank}, pages in use`);
-      const share = pages ? `${Math.round((100 * used) / pages)} %` : `${used}`;
-      return make("div", "fill", make("span", "", `${tier.rank} ${tier.tier}`), meter, make("span", "n", `${share}, ${size(used * tier.page_bytes)}`));
-    }), ...broken.map(([name, storage, why]) => make("p", "bad", `${name}: ${storage} does not answer: ${why}`))];
-  });
+  show(at("storage"), faults.map((rank) => `${rank.name}: ${rank.cache.storage} does not answer: ${rank.cache.storage_fault}`),
+    (all) => all.map((text) => make("p", "bad", text)));
 }
 
-function pulls(state) {
-  show(at("pulls"), state.pulls, (all) => all.length ? all.map((pull) => {
-    const bar = make("progress");
-    bar.max = pull.pages || 1; bar.value = pull.done;
-    bar.setAttribute("aria-label", `room ${pull.room} at ${pull.rank}, pages that arrived`);
-    return make("div", "fill", make("span", "", `${pull.rank} ${pull.way} ${pull.peer}`), bar, make("span", "n", `${pull.done}/${pull.pages}, ${size(pull.bytes)}`));
-  }) : [make("p", "dim", "None.")]);
+function moving(state) {
+  const all = [
+    ...state.operations.map((each) => [`${each.kind} at ${each.rank}`, each]),
+    ...state.pulls.map((pull) => [`${pull.rank} ${pull.way} ${pull.peer}`, pull]),
+  ];
+  fillBars(at("moving"), "progress", all.map(([name, { done, pages, bytes }]) =>
+    [name, done, pages || 1, `${done}/${pages}, ${size(Number(bytes))}`, "pages that are in place"]), "None.");
 }
 
 function tables(state, ranks) {
   fillRows(at("ranks"), ranks.map((rank) => rank.answers
     ? [rank.name, ["answers", "good"], rank.sessions, [rank.not_open, rank.not_open ? "bad" : ""], rank.rooms_all, rank.held_pages, rank.address]
     : [[rank.name, "bad"], [`no answer: ${words(rank.why)}`, "bad"], "", "", "", "", rank.address]), "none is registered");
+  fillRows(at("sessions"), state.links.slice(0, MOST_SESSION_ROWS).map((link) => [
+    link.ends.join(" – "), [words(link.state), link.state === "OPEN" ? "good" : "bad"], link.rooms, link.minute || "",
+    rate(link.speed), took(link.p50), took(link.p99), link.well, [link.failed, link.failed ? "bad" : ""],
+  ]), "none");
   fillRows(at("failed"), state.failed.map((room) => [
-    room.attempt ? `${room.room} (attempt ${room.attempt})` : room.room, [room.reason, "bad"], room.message, room.rank,
+    roomCell(room), [room.reason, "bad"], room.message, room.rank,
     room.time ? new Date(room.time * 1000).toLocaleTimeString() : "",
   ]), "none");
+  fillRows(at("slowest"), state.slowest.map((room) => [
+    roomCell(room), took(room.seconds), took(room.bootstrap), took(room.wait), took(room.transfer),
+    rate(room.speed), `${room.pages}, ${size(Number(room.bytes))}`, room.rank, room.peer,
+  ]), "none");
+}
+
+function roomCell(room) {
+  const text = room.attempt ? `${room.room} (attempt ${room.attempt})` : room.room;
+  return [text, "", [`room ${text}, what became of it`, () => openRoom(room.room, room.attempt)]];
 }
 
 function tell(silent) {
@@ -157,8 +125,9 @@ function graph() {
   ].join(" ").trim());
 }
 
-function notice(text) {
+function notice(text, style = "notice") {
   const element = at("notice");
+  element.className = style;
   setText(element, text);
   element.hidden = !text;
 }
@@ -166,7 +135,7 @@ function notice(text) {
 function take(state) {
   heard = Date.now();
   if (state.error) return notice(`The registry was not read: ${state.error}. What you see is older.`);
-  notice(state.warming_up ? "The registry has just started: there may be more ranks than these." : "");
+  notice(state.warming_up ? "The registry has just started: there may be more ranks than these." : "", "notice mild");
   shown = state;
   const ranks = state.engines.flatMap((engine) => engine.ranks);
   setText(at("registry"), state.registry);
@@ -177,7 +146,9 @@ function take(state) {
   rooms(state);
   tables(state, ranks);
   caches(ranks);
-  pulls(state);
+  moving(state);
+  plot(at("plots"), state, sum(state.engines.filter((engine) => engine.role === "decode").flatMap((engine) => engine.ranks), inFlight));
+  log(at("log"), state);
 }
 
 function link(className, text) {
@@ -185,6 +156,7 @@ function link(className, text) {
   setText(at("link"), text);
 }
 
+listen();
 const events = new EventSource("/events");
 events.onmessage = (message) => { take(JSON.parse(message.data)); link("live", "live"); };
 // A refusal (too many watch) closes it for good; a connection that broke is tried again by the browser.

@@ -25,7 +25,6 @@ from kvgrpc.prefetch.storage.base import (
     Threads,
     failed,
     page_bytes,
-    read_settings,
     views,
 )
 from kvgrpc.prefetch.storage.file.folder import Folder, ResumableScans, Usage, is_full
@@ -33,6 +32,7 @@ from kvgrpc.prefetch.storage.file.formats import Format, Header, OwnFormat, Sgla
 from kvgrpc.prefetch.storage.file.io import Mover, Vectored, aligned, header_block
 from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.paged import PageByPage
+from kvgrpc.settings import read
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class FileBackend(PageByPage):
     @classmethod
     def of(cls, settings: Mapping[str, object]) -> FileBackend:
         """Raises InvalidRequest for settings that are not right, also for a folder that cannot be written to."""
-        return cls(read_settings(FileConfig, settings))
+        return cls(read(FileConfig, settings))
 
     def __init__(self, config: FileConfig, mover: Mover | None = None) -> None:
         self._config = config

@@ -22,7 +22,6 @@ from kvgrpc.prefetch.storage.base import (
     check_keys,
     failed,
     page_bytes,
-    read_settings,
     timed_out,
     views,
 )
@@ -32,6 +31,7 @@ from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.hf3fs.client import Hf3fsClient, LocalClient, UsrbioClient
 from kvgrpc.prefetch.storage.hf3fs.slots import Slot, Slots
 from kvgrpc.prefetch.storage.paged import PageByPage
+from kvgrpc.settings import read
 
 _PACKAGE = "hf3fs_fuse"
 _INSTALL = (
@@ -69,7 +69,7 @@ class Hf3fsBackend(PageByPage):
     @classmethod
     def of(cls, settings: Mapping[str, object]) -> Hf3fsBackend:
         """Raises InvalidRequest, and FeatureDisabled where 3FS's client is wanted and not installed."""
-        config = read_settings(Hf3fsConfig, settings)
+        config = read(Hf3fsConfig, settings)
         if config.client == "usrbio" and importlib.util.find_spec(_PACKAGE) is None:
             raise _disabled(f"needs {_PACKAGE}, 3FS's client, which has no wheel")
         return cls(config)

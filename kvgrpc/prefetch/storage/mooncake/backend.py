@@ -31,7 +31,6 @@ from kvgrpc.prefetch.storage.base import (
     failed,
     leading_pages,
     page_bytes,
-    read_settings,
     timed_out,
 )
 from kvgrpc.prefetch.storage.flat import other_size
@@ -39,6 +38,7 @@ from kvgrpc.prefetch.storage.mooncake.link import Link, NotShared, Pending
 from kvgrpc.prefetch.storage.mooncake.messages import EXISTS, EXPIRED, MASTER_DOWN, Reply, Start, is_lost, result_of
 from kvgrpc.prefetch.storage.mooncake.windows import StoreLane, StoreStaging, Windows
 from kvgrpc.prefetch.storage.paged import Tally
+from kvgrpc.settings import read
 
 _MOST = 100_000
 
@@ -118,7 +118,7 @@ class MooncakeBackend:
     @classmethod
     def of(cls, settings: Mapping[str, object]) -> MooncakeBackend:
         """Raises InvalidRequest, and FeatureDisabled where Mooncake is not installed."""
-        config = read_settings(MooncakeConfig, settings)
+        config = read(MooncakeConfig, settings)
         if not _MASTER.fullmatch(config.master):
             raise InvalidRequest.of("master", config.master, "HOST:PORT of a Mooncake Store's master")
         if importlib.util.find_spec("mooncake") is None:

@@ -6,9 +6,10 @@ import importlib.util
 from collections.abc import Mapping
 
 from kvgrpc.errors import FeatureDisabled
-from kvgrpc.prefetch.storage.base import Seconds, read_settings
+from kvgrpc.prefetch.storage.base import Seconds
 from kvgrpc.prefetch.storage.file.backend import FileBackend, FileConfig
 from kvgrpc.prefetch.storage.nixl.agent import NixlMover
+from kvgrpc.settings import read
 
 _INSTALL = "pip install 'kvgrpc[nixl]'"
 
@@ -28,7 +29,7 @@ class NixlBackend(FileBackend):
     @classmethod
     def of(cls, settings: Mapping[str, object]) -> NixlBackend:
         """Raises InvalidRequest as ``file`` does, and FeatureDisabled where NIXL is not installed or does not start."""
-        config = read_settings(NixlConfig, settings)
+        config = read(NixlConfig, settings)
         if importlib.util.find_spec("nixl") is None:
             raise _disabled("needs NIXL", _INSTALL)
         try:

@@ -86,8 +86,8 @@ class EtcdClient:
 
     @contextlib.contextmanager
     def errors(self, channel: grpc.aio.Channel | None) -> Iterator[None]:
-        """What a call of grpc.aio raises as StoreUnavailable; the next call goes to the next member. ``channel``: the
-        one that the call was made on, which another call may have left since."""
+        """Yields what a call of grpc.aio raises as StoreUnavailable; the next call goes to the next member.
+        ``channel``: the one that the call was made on, which another call may have left since."""
         address = self.address
         try:
             yield

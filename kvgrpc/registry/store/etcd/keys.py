@@ -48,7 +48,7 @@ class EtcdKeys:
 
 
 def lease_id(etcd_lease: int, index: int) -> int:
-    """What a rank renews for one of the rows of an etcd lease."""
+    """Returns what a rank renews for one of the rows of an etcd lease."""
     return etcd_lease | index
 
 

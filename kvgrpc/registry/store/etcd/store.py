@@ -24,6 +24,7 @@ from kvgrpc.registry.store.etcd.view import EtcdView
 from kvgrpc.registry.table import EngineTable
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import ClientSecurity
+from kvgrpc.rpc.shares import accounts_of_this_call
 
 DEFAULT_PREFIX = "/kvgrpc/registry/"
 MAX_ROWS = 1 << 20
@@ -81,7 +82,7 @@ class EtcdStore:
         self._on_change = on_change
         self._client = EtcdClient(self._endpoints, self._security)
         self._renewal = Renewal(self._client)
-        self._view = EtcdView(self._client, self._keys, self._tell)
+        self._view = EtcdView(self._client, self._keys, self._tell, MAX_ROWS)
         self._acceptance = Acceptance(
             self._view.table,
             lambda rank: self._view.fences.get(rank, NO_FENCE).epoch,
@@ -115,7 +116,8 @@ class EtcdStore:
             self._acceptance.check(rows)
             new = [row for row in rows if not self._is_there(row)]
             if new:
-                running |= await self._put(new)
+                with self._view.owners.room_for(new):
+                    running |= await self._put(new)
             elif not (ended := await self._renewal.renew(self._leases_of(rows) - running)) and self._are_there(rows):
                 return [Lease(row.ref, self._lease_of(row)) for row in rows]
             elif ended:
@@ -172,7 +174,7 @@ class EtcdStore:
             shapes[engine] = await self._transact(transactions.reshaping(self._keys, self._view, engine, group))
         revision = 0
         for chunk in transactions.chunks(rows):
-            request = transactions.registration(self._keys, self._view, chunk, lease, shapes)
+            request = transactions.registration(self._keys, self._view, chunk, lease, shapes, _owner_of_this_call())
             revision = await self._transact(request)
         return revision
 
@@ -223,6 +225,12 @@ class EtcdStore:
         changes = self._view.table.take_changes()
         if changes and self._on_change is not None:
             self._on_change(changes)
+
+
+def _owner_of_this_call() -> tuple[str, str]:
+    """Its caller, and the host that it comes from where that is not the caller's name."""
+    accounts = accounts_of_this_call(connections=False)
+    return (accounts[0][0] if accounts else "", accounts[1][1] if len(accounts) > 1 else "")
 
 
 class _Refused(Exception):

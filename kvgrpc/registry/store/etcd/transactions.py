@@ -62,11 +62,16 @@ def reshaping(keys: EtcdKeys, view: Known, engine: str, rows: Sequence[RankRow])
 
 
 def registration(
-    keys: EtcdKeys, view: Known, rows: Sequence[tuple[int, RankRow]], lease: int, shapes: Mapping[str, int]
+    keys: EtcdKeys,
+    view: Known,
+    rows: Sequence[tuple[int, RankRow]],
+    lease: int,
+    shapes: Mapping[str, int],
+    owner: tuple[str, str] = ("", ""),
 ) -> pb.TxnRequest:
     """Puts rows (with their index on the lease), unless a rank or the shape of an engine changed meanwhile.
 
-    ``shapes``: revisions of shapes that this very request wrote before.
+    ``shapes``: revisions of shapes that this very request wrote before. ``owner``: who registers them, and its host.
     """
     request = pb.TxnRequest()
     for engine in by_engine([row for _, row in rows]):
@@ -75,7 +80,7 @@ def registration(
     for index, row in rows:
         rank = row.ref.rank
         request.compare.append(_unchanged(keys.fence(rank), view.fences.get(rank, NO_FENCE).revision))
-        stored = pb.StoredRow(index=index, row=wire.row_to_pb(row, view.pools).SerializeToString(deterministic=True))
+        stored = pb.StoredRow(index=index, row=wire.row_to_bytes(row, view.pools), caller=owner[0], host=owner[1])
         request.success.append(_put(keys.row(rank), stored.SerializeToString(), lease))
         request.success.append(_put(keys.fence(rank), str(row.ref.epoch).encode()))
     return request

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import grpc
 
@@ -15,12 +16,14 @@ from kvgrpc.observability import metrics
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.registry import wire
 from kvgrpc.registry.model import RankRow, engine_differences
+from kvgrpc.registry.owners import Owners
 from kvgrpc.registry.store.etcd.client import CALL_SECONDS, EtcdClient, WatchCall
 from kvgrpc.registry.store.etcd.keys import EtcdKeys, after, lease_id
 from kvgrpc.registry.store.etcd.transactions import Fence, naming
 from kvgrpc.registry.store.etcd.v1 import etcd_pb2 as pb
 from kvgrpc.registry.table import EngineTable
 from kvgrpc.rpc.loop import background
+from kvgrpc.rpc.shares import Account
 from kvgrpc.rpc.within import within
 from kvgrpc.v1 import registry_service_pb2
 
@@ -37,7 +40,7 @@ class EtcdView:
     ``current``: it follows now. What it knew stands while it does not.
     """
 
-    def __init__(self, client: EtcdClient, keys: EtcdKeys, on_change: Callable[[], None]) -> None:
+    def __init__(self, client: EtcdClient, keys: EtcdKeys, on_change: Callable[[], None], max_rows: int) -> None:
         self.table = EngineTable()
         self.fences: dict[RankId, Fence] = {}
         self.shapes: dict[str, int] = {}
@@ -49,6 +52,7 @@ class EtcdView:
         self._on_change = on_change
         self._cluster = 0
         self._leases: dict[int, RankId] = {}
+        self.owners = Owners(self.table, max_rows)
         self.pools = wire.PoolCache()
         self._moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._away = False
@@ -160,7 +164,7 @@ class EtcdView:
 
     def _apply(self, events: Iterable[pb.Event]) -> None:
         """What is gone or replaced first: an engine that changed its shape must not be there in both."""
-        rows: dict[RankId, tuple[RankRow, int] | None] = {}
+        rows: dict[RankId, _Stored | None] = {}
         for event in events:
             try:
                 self._read(event, rows)
@@ -174,7 +178,7 @@ class EtcdView:
         metrics.REGISTRY_ROWS.set(self.table.rows)
         self._on_change()
 
-    def _read(self, event: pb.Event, rows: dict[RankId, tuple[RankRow, int] | None]) -> None:
+    def _read(self, event: pb.Event, rows: dict[RankId, _Stored | None]) -> None:
         """A row with its lease id (None: gone) goes to ``rows``, everything else is taken at once."""
         key, put, revision = event.kv.key, event.type == pb.Event.PUT, event.kv.mod_revision
         if key.startswith(self._keys.rows):
@@ -194,25 +198,27 @@ class EtcdView:
         elif key == self._keys.id and put:
             self.registry_id = event.kv.value.decode(errors="replace")
 
-    def _row(self, key_value: pb.KeyValue) -> tuple[RankRow, int]:
+    def _row(self, key_value: pb.KeyValue) -> _Stored:
         stored = pb.StoredRow.FromString(key_value.value)
         row = wire.row_from_pb(registry_service_pb2.RankRow.FromString(stored.row), self.pools)
-        return row, lease_id(key_value.lease, stored.index)
+        owner = (stored.caller, stored.host) if stored.host else (stored.caller,) if stored.caller else ()
+        return _Stored(row, lease_id(key_value.lease, stored.index), tuple(owner[: n + 1] for n in range(len(owner))))
 
-    def _remove(self, rank: RankId, stored: tuple[RankRow, int] | None) -> None:
+    def _remove(self, rank: RankId, stored: _Stored | None) -> None:
         known = self.table.leased(rank)
         if known is None:
             return
         # Rows that somebody copied without their leases have one number.
         self._leases.pop(known.lease_id, None)
-        if stored is not None and stored[0] == known.row:
-            known.lease_id = stored[1]
+        if stored is not None and stored.row == known.row:
+            known.lease_id = stored.lease
             self._leases[known.lease_id] = known.row.ref.rank
         else:
+            self.owners.remove(rank)
             self.table.remove(known)
             metrics.REGISTRY_EXPIRED.inc(stored is None)
 
-    def _add(self, row: RankRow, lease: int) -> None:
+    def _add(self, row: RankRow, lease: int, owner: tuple[Account, ...]) -> None:
         if self.table.leased(row.ref.rank) is not None:
             return
         engine = self.table.engine(row.ref.rank.engine)
@@ -220,6 +226,7 @@ class EtcdView:
         if shape is not None and engine_differences(shape.role, shape.layout, shape.model, row):
             _log.error("%s has another shape than its engine, and is left out", row.ref)
             return
+        self.owners.add(row.ref.rank, owner)
         self.table.add(row, lease, expires_at=float("inf"))
         self._leases[lease] = row.ref.rank
 
@@ -242,3 +249,11 @@ class EtcdView:
         self.revision = revision
         moved, self._moved = self._moved, asyncio.get_running_loop().create_future()
         moved.set_result(None)
+
+
+class _Stored(NamedTuple):
+    """What stands at a row's key."""
+
+    row: RankRow
+    lease: int
+    owner: tuple[Account, ...]

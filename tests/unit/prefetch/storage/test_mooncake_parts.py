@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvgrpc.prefetch.model import Short
+from kvgrpc.prefetch.model import NotEnoughPages
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
 from kvgrpc.prefetch.storage.base import MemoryRange, PageStatus, leading_pages
@@ -148,7 +148,7 @@ class TestWindows:
         windows = Windows(link)  # type: ignore[arg-type]
         windows.add(host.ranges)
         taken = host.table.take(1)
-        assert not isinstance(taken, Short) and taken.tolist() == [0]
+        assert not isinstance(taken, NotEnoughPages) and taken.tolist() == [0]
         host.set_flat(0, np.arange(host.shape.page_bytes).astype(np.uint8))
         for page in range(host.pages):
             pieces = windows.find(host.page_buffers(page))

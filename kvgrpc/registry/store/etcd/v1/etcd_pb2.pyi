@@ -723,19 +723,28 @@ class StoredRow(_message.Message):
 
     INDEX_FIELD_NUMBER: _builtins.int
     ROW_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which of the rows that share an etcd lease this is; with the lease it makes the lease id that a rank renews."""
     row: _builtins.bytes
     """A kvgrpc.v1.RankRow."""
+    caller: _builtins.str
+    """Who registered it: the caller, whose share of rows and engines it counts for, and its host where that is not the
+    caller's name. Empty where nobody was asked.
+    """
+    host: _builtins.str
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
         row: _builtins.bytes = ...,
+        caller: _builtins.str = ...,
+        host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "row", b"row"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "host", b"host", "index", b"index", "row", b"row"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -115,3 +115,12 @@ def _gather(cache: Tensor, blocks: Tensor, length: int, heads: int) -> Tensor:
 @_kernel("(Tensor logits) -> Tensor")
 def greedy_argmax(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
+
+
+@_kernel("(Tensor logits, Tensor seeds) -> Tensor")
+def fused_gumbel_argmax(logits: Tensor, seeds: Tensor) -> Tensor:
+    """Samples a token of each row, whose noise comes from its own seed."""
+    noise = torch.empty_like(logits)
+    for row, seed in zip(noise, seeds.tolist(), strict=True):
+        row.exponential_(generator=torch.Generator().manual_seed(seed))
+    return (logits - noise.log()).argmax(-1)

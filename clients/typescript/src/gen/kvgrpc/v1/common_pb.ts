@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvgrpc/v1/common.proto.
  */
 export const file_kvgrpc_v1_common: GenFile = /*@__PURE__*/
-  fileDesc("ChZrdmdycGMvdjEvY29tbW9uLnByb3RvEglrdmdycGMudjEiSAoGUmFua0lkEg4KBmVuZ2luZRgBIAEoCRIKCgJkcBgCIAEoDRIKCgJwcBgDIAEoDRIKCgJjcBgEIAEoDRIKCgJ0cBgFIAEoDSI9CgdSYW5rUmVmEh8KBHJhbmsYASABKAsyES5rdmdycGMudjEuUmFua0lkEhEKBWVwb2NoGAIgASgEQgIwASI4CgZMYXlvdXQSCgoCZHAYASABKA0SCgoCcHAYAiABKA0SCgoCY3AYAyABKA0SCgoCdHAYBCABKA0icQoNTW9kZWxJZGVudGl0eRIMCgRuYW1lGAEgASgJEhAKCHJldmlzaW9uGAIgASgJEhMKC2NhY2hlX2R0eXBlGAMgASgJEisKCWF0dGVudGlvbhgEIAEoDjIYLmt2Z3JwYy52MS5BdHRlbnRpb25LaW5kIm4KClBvb2xSZWdpb24SDQoFbGF5ZXIYASABKA0SEQoJY29tcG9uZW50GAIgASgJEg8KB2FkZHJlc3MYAyABKAYSGQoRcGFnZV9zdHJpZGVfYnl0ZXMYBCABKAQSEgoKcGFnZV9ieXRlcxgFIAEoBCLzAQoIUGFnZVBvb2wSDAoEbmFtZRgBIAEoCRIhCgRraW5kGAIgASgOMhMua3ZncnBjLnYxLlBvb2xLaW5kEhMKC3BhZ2VfdG9rZW5zGAMgASgNEg0KBXBhZ2VzGAQgASgNEg0KBWR0eXBlGAUgASgJEgwKBGF4ZXMYBiABKAkSEwoLaGVhZHNfdG90YWwYByABKA0SEgoKaGVhZF9zdGFydBgIIAEoDRISCgpoZWFkX2NvdW50GAkgASgNEhAKCGxvY2F0aW9uGAogASgJEiYKB3JlZ2lvbnMYCyADKAsyFS5rdmdycGMudjEuUG9vbFJlZ2lvbiJWCgdQYWdlU2V0EgwKBHBvb2wYASABKA0SFAoMcGFnZXNfdTMyX2xlGAIgASgMEhIKCnJ1bl9zdGFydHMYAyADKA0SEwoLcnVuX2xlbmd0aHMYBCADKA0ipQIKB0ZhaWx1cmUSJgoGcmVhc29uGAEgASgOMhYua3ZncnBjLnYxLkVycm9yUmVhc29uEg8KB21lc3NhZ2UYAiABKAkSMgoIbWV0YWRhdGEYAyADKAsyIC5rdmdycGMudjEuRmFpbHVyZS5NZXRhZGF0YUVudHJ5EiIKBm9yaWdpbhgEIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEigKBHRpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi4KC3JldHJ5X2FmdGVyGAYgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uGi8KDU1ldGFkYXRhRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASpfCg1BdHRlbnRpb25LaW5kEh4KGkFUVEVOVElPTl9LSU5EX1VOU1BFQ0lGSUVEEAASFgoSQVRURU5USU9OX0tJTkRfTUhBEAESFgoSQVRURU5USU9OX0tJTkRfTUxBEAIqPwoEUm9sZRIUChBST0xFX1VOU1BFQ0lGSUVEEAASEAoMUk9MRV9QUkVGSUxMEAESDwoLUk9MRV9ERUNPREUQAipMCghQb29sS2luZBIZChVQT09MX0tJTkRfVU5TUEVDSUZJRUQQABIQCgxQT09MX0tJTkRfS1YQARITCg9QT09MX0tJTkRfU1RBVEUQAipOCgRUaWVyEhQKEFRJRVJfVU5TUEVDSUZJRUQQABIPCgtUSUVSX0RFVklDRRABEg0KCVRJRVJfSE9TVBACEhAKDFRJRVJfU1RPUkFHRRADQj8KDWRldi5rdmdycGMudjFQAVoga3ZncnBjLmRldi9nby9rdmdycGMvdjE7a3ZncnBjdjGqAglLdmdycGMuVjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_kvgrpc_v1_error_reason]);
+  fileDesc("ChZrdmdycGMvdjEvY29tbW9uLnByb3RvEglrdmdycGMudjEiSAoGUmFua0lkEg4KBmVuZ2luZRgBIAEoCRIKCgJkcBgCIAEoDRIKCgJwcBgDIAEoDRIKCgJjcBgEIAEoDRIKCgJ0cBgFIAEoDSI9CgdSYW5rUmVmEh8KBHJhbmsYASABKAsyES5rdmdycGMudjEuUmFua0lkEhEKBWVwb2NoGAIgASgEQgIwASI4CgZMYXlvdXQSCgoCZHAYASABKA0SCgoCcHAYAiABKA0SCgoCY3AYAyABKA0SCgoCdHAYBCABKA0icQoNTW9kZWxJZGVudGl0eRIMCgRuYW1lGAEgASgJEhAKCHJldmlzaW9uGAIgASgJEhMKC2NhY2hlX2R0eXBlGAMgASgJEisKCWF0dGVudGlvbhgEIAEoDjIYLmt2Z3JwYy52MS5BdHRlbnRpb25LaW5kIm4KClBvb2xSZWdpb24SDQoFbGF5ZXIYASABKA0SEQoJY29tcG9uZW50GAIgASgJEg8KB2FkZHJlc3MYAyABKAYSGQoRcGFnZV9zdHJpZGVfYnl0ZXMYBCABKAQSEgoKcGFnZV9ieXRlcxgFIAEoBCLzAQoIUGFnZVBvb2wSDAoEbmFtZRgBIAEoCRIhCgRraW5kGAIgASgOMhMua3ZncnBjLnYxLlBvb2xLaW5kEhMKC3BhZ2VfdG9rZW5zGAMgASgNEg0KBXBhZ2VzGAQgASgNEg0KBWR0eXBlGAUgASgJEgwKBGF4ZXMYBiABKAkSEwoLaGVhZHNfdG90YWwYByABKA0SEgoKaGVhZF9zdGFydBgIIAEoDRISCgpoZWFkX2NvdW50GAkgASgNEhAKCGxvY2F0aW9uGAogASgJEiYKB3JlZ2lvbnMYCyADKAsyFS5rdmdycGMudjEuUG9vbFJlZ2lvbiJWCgdQYWdlU2V0EgwKBHBvb2wYASABKA0SFAoMcGFnZXNfdTMyX2xlGAIgASgMEhIKCnJ1bl9zdGFydHMYAyADKA0SEwoLcnVuX2xlbmd0aHMYBCADKA0ipQIKB0ZhaWx1cmUSJgoGcmVhc29uGAEgASgOMhYua3ZncnBjLnYxLkVycm9yUmVhc29uEg8KB21lc3NhZ2UYAiABKAkSMgoIbWV0YWRhdGEYAyADKAsyIC5rdmdycGMudjEuRmFpbHVyZS5NZXRhZGF0YUVudHJ5EiIKBm9yaWdpbhgEIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEigKBHRpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi4KC3JldHJ5X2FmdGVyGAYgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uGi8KDU1ldGFkYXRhRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASLKAQoKRW5naW5lTG9hZBIhChlwcmVmaWxsX3Rva2Vuc19wZXJfc2Vjb25kGAEgASgBEhoKDndhaXRpbmdfdG9rZW5zGAIgASgEQgIwARITCgtwYWdlX3Rva2VucxgDIAEoDRIWCgpwYWdlX2J5dGVzGAQgASgEQgIwARISCgpsZW50X3B1bGxzGAUgASgNEhMKC3Rha2VuX3B1bGxzGAYgASgNEicKCnB1bGxfcmF0ZXMYByADKAsyEy5rdmdycGMudjEuUHVsbFJhdGUiNAoIUHVsbFJhdGUSDgoGZW5naW5lGAEgASgJEhgKEGJ5dGVzX3Blcl9zZWNvbmQYAiABKAEqXwoNQXR0ZW50aW9uS2luZBIeChpBVFRFTlRJT05fS0lORF9VTlNQRUNJRklFRBAAEhYKEkFUVEVOVElPTl9LSU5EX01IQRABEhYKEkFUVEVOVElPTl9LSU5EX01MQRACKlEKBFJvbGUSFAoQUk9MRV9VTlNQRUNJRklFRBAAEhAKDFJPTEVfUFJFRklMTBABEg8KC1JPTEVfREVDT0RFEAISEAoMUk9MRV9VTklGSUVEEAMqTAoIUG9vbEtpbmQSGQoVUE9PTF9LSU5EX1VOU1BFQ0lGSUVEEAASEAoMUE9PTF9LSU5EX0tWEAESEwoPUE9PTF9LSU5EX1NUQVRFEAIqTgoEVGllchIUChBUSUVSX1VOU1BFQ0lGSUVEEAASDwoLVElFUl9ERVZJQ0UQARINCglUSUVSX0hPU1QQAhIQCgxUSUVSX1NUT1JBR0UQA0I/Cg1kZXYua3ZncnBjLnYxUAFaIGt2Z3JwYy5kZXYvZ28va3ZncnBjL3YxO2t2Z3JwY3YxqgIJS3ZncnBjLlYxYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_kvgrpc_v1_error_reason]);
 
 /**
  * Names one rank of one engine in KV coordinates: two ranks differ here exactly when they hold different parts of
@@ -422,6 +422,98 @@ export const FailureSchema: GenMessage<Failure> = /*@__PURE__*/
   messageDesc(file_kvgrpc_v1_common, 7);
 
 /**
+ * What an engine has to do, and how quickly it does it, as the rank that publishes its events says each second. 0 where
+ * nobody told it.
+ *
+ * @generated from message kvgrpc.v1.EngineLoad
+ */
+export type EngineLoad = Message<"kvgrpc.v1.EngineLoad"> & {
+  /**
+   * Tokens of prompts that its prefill computes in a second, as the engine says.
+   *
+   * @generated from field: double prefill_tokens_per_second = 1;
+   */
+  prefillTokensPerSecond: number;
+
+  /**
+   * Tokens of prompts that wait to be computed, as the engine says.
+   *
+   * @generated from field: uint64 waiting_tokens = 2 [jstype = JS_STRING];
+   */
+  waitingTokens: string;
+
+  /**
+   * Tokens in a page of its host cache; 0: it neither lends nor takes pages.
+   *
+   * @generated from field: uint32 page_tokens = 3;
+   */
+  pageTokens: number;
+
+  /**
+   * Bytes of such a page at this rank.
+   *
+   * @generated from field: uint64 page_bytes = 4 [jstype = JS_STRING];
+   */
+  pageBytes: string;
+
+  /**
+   * Pulls from this rank that are in flight.
+   *
+   * @generated from field: uint32 lent_pulls = 5;
+   */
+  lentPulls: number;
+
+  /**
+   * Pulls to this rank that are in flight.
+   *
+   * @generated from field: uint32 taken_pulls = 6;
+   */
+  takenPulls: number;
+
+  /**
+   * What pulls to this rank came to, from its question to its cache; newest first, at most 64.
+   *
+   * @generated from field: repeated kvgrpc.v1.PullRate pull_rates = 7;
+   */
+  pullRates: PullRate[];
+};
+
+/**
+ * Describes the message kvgrpc.v1.EngineLoad.
+ * Use `create(EngineLoadSchema)` to create a new message.
+ */
+export const EngineLoadSchema: GenMessage<EngineLoad> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_common, 8);
+
+/**
+ * How quickly pages come from one engine to another one.
+ *
+ * @generated from message kvgrpc.v1.PullRate
+ */
+export type PullRate = Message<"kvgrpc.v1.PullRate"> & {
+  /**
+   * Name of the engine that lends.
+   *
+   * @generated from field: string engine = 1;
+   */
+  engine: string;
+
+  /**
+   * Bytes in a second.
+   *
+   * @generated from field: double bytes_per_second = 2;
+   */
+  bytesPerSecond: number;
+};
+
+/**
+ * Describes the message kvgrpc.v1.PullRate.
+ * Use `create(PullRateSchema)` to create a new message.
+ */
+export const PullRateSchema: GenMessage<PullRate> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_common, 9);
+
+/**
  * How the attention of a model keeps its KV cache.
  *
  * @generated from enum kvgrpc.v1.AttentionKind
@@ -481,6 +573,13 @@ export enum Role {
    * @generated from enum value: ROLE_DECODE = 2;
    */
   DECODE = 2,
+
+  /**
+   * Computes prompts and generates: an engine without a partner, or its cache beside it. Hands nothing over.
+   *
+   * @generated from enum value: ROLE_UNIFIED = 3;
+   */
+  UNIFIED = 3,
 }
 
 /**

@@ -8,7 +8,7 @@ import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobu
 import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Duration } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
-import type { Tier } from "./common_pb.js";
+import type { EngineLoad, Tier } from "./common_pb.js";
 import { file_kvgrpc_v1_common } from "./common_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvgrpc/v1/index_service.proto.
  */
 export const file_kvgrpc_v1_index_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch1rdmdycGMvdjEvaW5kZXhfc2VydmljZS5wcm90bxIJa3ZncnBjLnYxIiEKC0Jsb2NrSGFzaGVzEhIKBnZhbHVlcxgBIAMoBkICMAEiuQEKDFNnbGFuZ1Byb21wdBIRCgl0b2tlbl9pZHMYASADKA0SEwoLcGFnZV90b2tlbnMYAiABKA0SEgoKY2FjaGVfc2FsdBgDIAEoCRIOCgZiaWdyYW0YBCABKAgSFgoJZXh0cmFfa2V5GAUgASgJSACIAQESFAoHbG9yYV9pZBgGIAEoCUgBiAEBEhUKDWR5bmFtb19mb3JtYXQYByABKAhCDAoKX2V4dHJhX2tleUIKCghfbG9yYV9pZCIpCgtMb3JhQWRhcHRlchIMCgRuYW1lGAEgASgJEgwKBHBhdGgYAiABKAkiSQoOTXVsdGltb2RhbEl0ZW0SEgoKaWRlbnRpZmllchgBIAEoCRITCgtmaXJzdF90b2tlbhgCIAEoDRIOCgZ0b2tlbnMYAyABKA0i8gEKClZsbG1Qcm9tcHQSEQoJdG9rZW5faWRzGAEgAygNEhMKC3BhZ2VfdG9rZW5zGAIgASgNEhEKCWhhc2hfc2VlZBgDIAEoCRIRCglhbGdvcml0aG0YBCABKAkSJAoEbG9yYRgFIAEoCzIWLmt2Z3JwYy52MS5Mb3JhQWRhcHRlchISCgpjYWNoZV9zYWx0GAYgASgJEi0KCm11bHRpbW9kYWwYByADKAsyGS5rdmdycGMudjEuTXVsdGltb2RhbEl0ZW0SGAoQbG9va2FoZWFkX3Rva2VucxgIIAEoDRITCgtoYXNoX3Rva2VucxgJIAEoDSKoAQoLU2NvcmVQcm9tcHQSLgoMYmxvY2tfaGFzaGVzGAEgASgLMhYua3ZncnBjLnYxLkJsb2NrSGFzaGVzSAASKQoGc2dsYW5nGAIgASgLMhcua3ZncnBjLnYxLlNnbGFuZ1Byb21wdEgAEiUKBHZsbG0YAyABKAsyFS5rdmdycGMudjEuVmxsbVByb21wdEgAEg0KBW1vZGVsGAQgASgJQggKBnByZWZpeCKmAQoMU2NvcmVSZXF1ZXN0EicKB3Byb21wdHMYASADKAsyFi5rdmdycGMudjEuU2NvcmVQcm9tcHQSDwoHZW5naW5lcxgCIAMoCRISCgptYXhfc2NvcmVzGAMgASgNEhYKDndpdGhfZnJlc2huZXNzGAQgASgIEjAKDW1heF9zdGFsZW5lc3MYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iOQoNU2NvcmVSZXNwb25zZRIoCgdwcm9tcHRzGAEgAygLMhcua3ZncnBjLnYxLlByb21wdFNjb3JlcyJFCgxQcm9tcHRTY29yZXMSJQoGc2NvcmVzGAEgAygLMhUua3ZncnBjLnYxLkNhY2hlU2NvcmUSDgoGYmxvY2tzGAIgASgNIrcBCgpDYWNoZVNjb3JlEg4KBmVuZ2luZRgBIAEoCRIKCgJkcBgCIAEoDRIVCg1kZXZpY2VfYmxvY2tzGAMgASgNEhMKC2hvc3RfYmxvY2tzGAQgASgNEhMKC2Rpc2tfYmxvY2tzGAUgASgNEg4KBmJsb2NrcxgGIAEoDRITCgtwYWdlX3Rva2VucxgHIAEoDRInCglmcmVzaG5lc3MYCCABKAsyFC5rdmdycGMudjEuRnJlc2huZXNzIrgBCglGcmVzaG5lc3MSKgoFc3RhdGUYASABKA4yGy5rdmdycGMudjEuSW5kZXhTb3VyY2VTdGF0ZRIOCgZsb2dfaWQYAiABKAkSGQoNbmV4dF9zZXF1ZW5jZRgDIAEoBEICMAESFwoLbGFnX2JhdGNoZXMYBCABKARCAjABEiwKCWlkbGVfdGltZRgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhINCgV3aG9sZRgGIAEoCCJoChJMaXN0U291cmNlc1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgNEhIKCnBhZ2VfdG9rZW4YAiABKAkSKwoGc3RhdGVzGAMgAygOMhsua3ZncnBjLnYxLkluZGV4U291cmNlU3RhdGUinwEKE0xpc3RTb3VyY2VzUmVzcG9uc2USJwoHc291cmNlcxgBIAMoCzIWLmt2Z3JwYy52MS5JbmRleFNvdXJjZRIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkSMAoGY291bnRzGAMgAygLMiAua3ZncnBjLnYxLkluZGV4U291cmNlU3RhdGVDb3VudBIUCgxub3RfZm9sbG93ZWQYBCADKAkiVAoVSW5kZXhTb3VyY2VTdGF0ZUNvdW50EioKBXN0YXRlGAEgASgOMhsua3ZncnBjLnYxLkluZGV4U291cmNlU3RhdGUSDwoHc291cmNlcxgCIAEoDSJPCgpUaWVyQmxvY2tzEh0KBHRpZXIYASABKA4yDy5rdmdycGMudjEuVGllchIOCgZtZWRpdW0YAiABKAkSEgoGYmxvY2tzGAMgASgEQgIwASK4AgoLSW5kZXhTb3VyY2USDgoGZW5naW5lGAEgASgJEgoKAmRwGAIgASgNEg8KB2FkZHJlc3MYAyABKAkSDAoEbGl2ZRgEIAEoCBInCglmcmVzaG5lc3MYBSABKAsyFC5rdmdycGMudjEuRnJlc2huZXNzEiUKBmJsb2NrcxgGIAMoCzIVLmt2Z3JwYy52MS5UaWVyQmxvY2tzEhMKC3BhZ2VfdG9rZW5zGAcgASgNEhEKCXNuYXBzaG90cxgIIAEoDRIPCgdyZXBsYXlzGAkgASgNEhAKCG5ld19sb2dzGAogASgNEhUKDWRpZ2VzdHNfZXF1YWwYCyABKA0SGQoRZGlnZXN0c19kaWZmZXJlbnQYDCABKA0SEgoKbGFzdF9lcnJvchgNIAEoCRINCgVtb2RlbBgOIAEoCSrhAQoQSW5kZXhTb3VyY2VTdGF0ZRIiCh5JTkRFWF9TT1VSQ0VfU1RBVEVfVU5TUEVDSUZJRUQQABIhCh1JTkRFWF9TT1VSQ0VfU1RBVEVfQ09OTkVDVElORxABEiEKHUlOREVYX1NPVVJDRV9TVEFURV9SRUJVSUxESU5HEAISIgoeSU5ERVhfU09VUkNFX1NUQVRFX0NBVENISU5HX1VQEAMSHgoaSU5ERVhfU09VUkNFX1NUQVRFX0NVUlJFTlQQBBIfChtJTkRFWF9TT1VSQ0VfU1RBVEVfRE9VQlRGVUwQBTKiAQoMSW5kZXhTZXJ2aWNlEj8KBVNjb3JlEhcua3ZncnBjLnYxLlNjb3JlUmVxdWVzdBoYLmt2Z3JwYy52MS5TY29yZVJlc3BvbnNlIgOQAgESUQoLTGlzdFNvdXJjZXMSHS5rdmdycGMudjEuTGlzdFNvdXJjZXNSZXF1ZXN0Gh4ua3ZncnBjLnYxLkxpc3RTb3VyY2VzUmVzcG9uc2UiA5ACAUI/Cg1kZXYua3ZncnBjLnYxUAFaIGt2Z3JwYy5kZXYvZ28va3ZncnBjL3YxO2t2Z3JwY3YxqgIJS3ZncnBjLlYxYgZwcm90bzM", [file_google_protobuf_duration, file_kvgrpc_v1_common]);
+  fileDesc("Ch1rdmdycGMvdjEvaW5kZXhfc2VydmljZS5wcm90bxIJa3ZncnBjLnYxIiEKC0Jsb2NrSGFzaGVzEhIKBnZhbHVlcxgBIAMoBkICMAEiuQEKDFNnbGFuZ1Byb21wdBIRCgl0b2tlbl9pZHMYASADKA0SEwoLcGFnZV90b2tlbnMYAiABKA0SEgoKY2FjaGVfc2FsdBgDIAEoCRIOCgZiaWdyYW0YBCABKAgSFgoJZXh0cmFfa2V5GAUgASgJSACIAQESFAoHbG9yYV9pZBgGIAEoCUgBiAEBEhUKDWR5bmFtb19mb3JtYXQYByABKAhCDAoKX2V4dHJhX2tleUIKCghfbG9yYV9pZCIpCgtMb3JhQWRhcHRlchIMCgRuYW1lGAEgASgJEgwKBHBhdGgYAiABKAkiSQoOTXVsdGltb2RhbEl0ZW0SEgoKaWRlbnRpZmllchgBIAEoCRITCgtmaXJzdF90b2tlbhgCIAEoDRIOCgZ0b2tlbnMYAyABKA0i8gEKClZsbG1Qcm9tcHQSEQoJdG9rZW5faWRzGAEgAygNEhMKC3BhZ2VfdG9rZW5zGAIgASgNEhEKCWhhc2hfc2VlZBgDIAEoCRIRCglhbGdvcml0aG0YBCABKAkSJAoEbG9yYRgFIAEoCzIWLmt2Z3JwYy52MS5Mb3JhQWRhcHRlchISCgpjYWNoZV9zYWx0GAYgASgJEi0KCm11bHRpbW9kYWwYByADKAsyGS5rdmdycGMudjEuTXVsdGltb2RhbEl0ZW0SGAoQbG9va2FoZWFkX3Rva2VucxgIIAEoDRITCgtoYXNoX3Rva2VucxgJIAEoDSKoAQoLU2NvcmVQcm9tcHQSLgoMYmxvY2tfaGFzaGVzGAEgASgLMhYua3ZncnBjLnYxLkJsb2NrSGFzaGVzSAASKQoGc2dsYW5nGAIgASgLMhcua3ZncnBjLnYxLlNnbGFuZ1Byb21wdEgAEiUKBHZsbG0YAyABKAsyFS5rdmdycGMudjEuVmxsbVByb21wdEgAEg0KBW1vZGVsGAQgASgJQggKBnByZWZpeCKmAQoMU2NvcmVSZXF1ZXN0EicKB3Byb21wdHMYASADKAsyFi5rdmdycGMudjEuU2NvcmVQcm9tcHQSDwoHZW5naW5lcxgCIAMoCRISCgptYXhfc2NvcmVzGAMgASgNEhYKDndpdGhfZnJlc2huZXNzGAQgASgIEjAKDW1heF9zdGFsZW5lc3MYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iOQoNU2NvcmVSZXNwb25zZRIoCgdwcm9tcHRzGAEgAygLMhcua3ZncnBjLnYxLlByb21wdFNjb3JlcyJFCgxQcm9tcHRTY29yZXMSJQoGc2NvcmVzGAEgAygLMhUua3ZncnBjLnYxLkNhY2hlU2NvcmUSDgoGYmxvY2tzGAIgASgNIrcBCgpDYWNoZVNjb3JlEg4KBmVuZ2luZRgBIAEoCRIKCgJkcBgCIAEoDRIVCg1kZXZpY2VfYmxvY2tzGAMgASgNEhMKC2hvc3RfYmxvY2tzGAQgASgNEhMKC2Rpc2tfYmxvY2tzGAUgASgNEg4KBmJsb2NrcxgGIAEoDRITCgtwYWdlX3Rva2VucxgHIAEoDRInCglmcmVzaG5lc3MYCCABKAsyFC5rdmdycGMudjEuRnJlc2huZXNzIrgBCglGcmVzaG5lc3MSKgoFc3RhdGUYASABKA4yGy5rdmdycGMudjEuSW5kZXhTb3VyY2VTdGF0ZRIOCgZsb2dfaWQYAiABKAkSGQoNbmV4dF9zZXF1ZW5jZRgDIAEoBEICMAESFwoLbGFnX2JhdGNoZXMYBCABKARCAjABEiwKCWlkbGVfdGltZRgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhINCgV3aG9sZRgGIAEoCCJoChJMaXN0U291cmNlc1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgNEhIKCnBhZ2VfdG9rZW4YAiABKAkSKwoGc3RhdGVzGAMgAygOMhsua3ZncnBjLnYxLkluZGV4U291cmNlU3RhdGUinwEKE0xpc3RTb3VyY2VzUmVzcG9uc2USJwoHc291cmNlcxgBIAMoCzIWLmt2Z3JwYy52MS5JbmRleFNvdXJjZRIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkSMAoGY291bnRzGAMgAygLMiAua3ZncnBjLnYxLkluZGV4U291cmNlU3RhdGVDb3VudBIUCgxub3RfZm9sbG93ZWQYBCADKAkiVAoVSW5kZXhTb3VyY2VTdGF0ZUNvdW50EioKBXN0YXRlGAEgASgOMhsua3ZncnBjLnYxLkluZGV4U291cmNlU3RhdGUSDwoHc291cmNlcxgCIAEoDSJPCgpUaWVyQmxvY2tzEh0KBHRpZXIYASABKA4yDy5rdmdycGMudjEuVGllchIOCgZtZWRpdW0YAiABKAkSEgoGYmxvY2tzGAMgASgEQgIwASK4AgoLSW5kZXhTb3VyY2USDgoGZW5naW5lGAEgASgJEgoKAmRwGAIgASgNEg8KB2FkZHJlc3MYAyABKAkSDAoEbGl2ZRgEIAEoCBInCglmcmVzaG5lc3MYBSABKAsyFC5rdmdycGMudjEuRnJlc2huZXNzEiUKBmJsb2NrcxgGIAMoCzIVLmt2Z3JwYy52MS5UaWVyQmxvY2tzEhMKC3BhZ2VfdG9rZW5zGAcgASgNEhEKCXNuYXBzaG90cxgIIAEoDRIPCgdyZXBsYXlzGAkgASgNEhAKCG5ld19sb2dzGAogASgNEhUKDWRpZ2VzdHNfZXF1YWwYCyABKA0SGQoRZGlnZXN0c19kaWZmZXJlbnQYDCABKA0SEgoKbGFzdF9lcnJvchgNIAEoCRINCgVtb2RlbBgOIAEoCSKQAQoLUGxhblJlcXVlc3QSJgoHcHJvbXB0cxgBIAMoCzIVLmt2Z3JwYy52MS5QbGFuUHJvbXB0Eg8KB3Jlc2VydmUYAiABKAgSFgoObWF4X3BsYWNlbWVudHMYAyABKA0SMAoNbWF4X3N0YWxlbmVzcxgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiJmCgpQbGFuUHJvbXB0EiYKBnByb21wdBgBIAEoCzIWLmt2Z3JwYy52MS5TY29yZVByb21wdBIOCgZ0b2tlbnMYAiABKA0SDwoHZW5naW5lcxgDIAMoCRIPCgdzb3VyY2VzGAQgAygJIjQKDFBsYW5SZXNwb25zZRIkCgVwbGFucxgBIAMoCzIVLmt2Z3JwYy52MS5Qcm9tcHRQbGFuIkYKClByb21wdFBsYW4SKAoKcGxhY2VtZW50cxgBIAMoCzIULmt2Z3JwYy52MS5QbGFjZW1lbnQSDgoGYmxvY2tzGAIgASgNIs0DCglQbGFjZW1lbnQSDgoGZW5naW5lGAEgASgJEgoKAmRwGAIgASgNEhUKDWRldmljZV9ibG9ja3MYAyABKA0SEwoLaG9zdF9ibG9ja3MYBCABKA0SDgoGYmxvY2tzGAUgASgNEhMKC3BhZ2VfdG9rZW5zGAYgASgNEiQKBHB1bGwYByABKAsyFi5rdmdycGMudjEuUGxhbm5lZFB1bGwSGgoOY29tcHV0ZV90b2tlbnMYCCABKARCAjABEi0KCnF1ZXVlX3RpbWUYCSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SLwoMY29tcHV0ZV90aW1lGAogASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjMKEGZpcnN0X3Rva2VuX3RpbWUYCyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SQAodZmlyc3RfdG9rZW5fdGltZV93aXRob3V0X3B1bGwYDCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFQoNc3BlZWRfYXNzdW1lZBgNIAEoCBIjCgRsb2FkGA4gASgLMhUua3ZncnBjLnYxLkVuZ2luZUxvYWQizwEKC1BsYW5uZWRQdWxsEg4KBmVuZ2luZRgBIAEoCRIKCgJkcBgCIAEoDRITCgtob3N0X2Jsb2NrcxgDIAEoDRIOCgZibG9ja3MYBCABKA0SEQoFYnl0ZXMYBSABKARCAjABEhgKEGJ5dGVzX3Blcl9zZWNvbmQYBiABKAESEAoIbWVhc3VyZWQYByABKAgSFwoPcHVsbHNfaW5fZmxpZ2h0GAggASgNEicKBHRpbWUYCSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24q4QEKEEluZGV4U291cmNlU3RhdGUSIgoeSU5ERVhfU09VUkNFX1NUQVRFX1VOU1BFQ0lGSUVEEAASIQodSU5ERVhfU09VUkNFX1NUQVRFX0NPTk5FQ1RJTkcQARIhCh1JTkRFWF9TT1VSQ0VfU1RBVEVfUkVCVUlMRElORxACEiIKHklOREVYX1NPVVJDRV9TVEFURV9DQVRDSElOR19VUBADEh4KGklOREVYX1NPVVJDRV9TVEFURV9DVVJSRU5UEAQSHwobSU5ERVhfU09VUkNFX1NUQVRFX0RPVUJURlVMEAUy2wEKDEluZGV4U2VydmljZRI/CgVTY29yZRIXLmt2Z3JwYy52MS5TY29yZVJlcXVlc3QaGC5rdmdycGMudjEuU2NvcmVSZXNwb25zZSIDkAIBEjcKBFBsYW4SFi5rdmdycGMudjEuUGxhblJlcXVlc3QaFy5rdmdycGMudjEuUGxhblJlc3BvbnNlElEKC0xpc3RTb3VyY2VzEh0ua3ZncnBjLnYxLkxpc3RTb3VyY2VzUmVxdWVzdBoeLmt2Z3JwYy52MS5MaXN0U291cmNlc1Jlc3BvbnNlIgOQAgFCPwoNZGV2Lmt2Z3JwYy52MVABWiBrdmdycGMuZGV2L2dvL2t2Z3JwYy92MTtrdmdycGN2MaoCCUt2Z3JwYy5WMWIGcHJvdG8z", [file_google_protobuf_duration, file_kvgrpc_v1_common]);
 
 /**
  * Hashes of blocks as events carry them, in the order of the request.
@@ -776,6 +776,330 @@ export const IndexSourceSchema: GenMessage<IndexSource> = /*@__PURE__*/
   messageDesc(file_kvgrpc_v1_index_service, 15);
 
 /**
+ * Request of Plan.
+ *
+ * @generated from message kvgrpc.v1.PlanRequest
+ */
+export type PlanRequest = Message<"kvgrpc.v1.PlanRequest"> & {
+  /**
+   * 1 to 256 requests, in the order in which they will be sent: what a plan gives an engine to do counts for the next one.
+   * Their prompts are bounded as those of a Score.
+   *
+   * @generated from field: repeated kvgrpc.v1.PlanPrompt prompts = 1;
+   */
+  prompts: PlanPrompt[];
+
+  /**
+   * True where the caller does as the first placement says: until the engine has told what it has to do then, it counts in
+   * other calls too. Without it all routers would send to the same engine for a second.
+   *
+   * @generated from field: bool reserve = 2;
+   */
+  reserve: boolean;
+
+  /**
+   * Of each request at most so many placements, the best; 0: one.
+   *
+   * @generated from field: uint32 max_placements = 3;
+   */
+  maxPlacements: number;
+
+  /**
+   * Only caches whose contents were known to be exact at most so long ago; absent: all.
+   *
+   * @generated from field: google.protobuf.Duration max_staleness = 4;
+   */
+  maxStaleness?: Duration | undefined;
+};
+
+/**
+ * Describes the message kvgrpc.v1.PlanRequest.
+ * Use `create(PlanRequestSchema)` to create a new message.
+ */
+export const PlanRequestSchema: GenMessage<PlanRequest> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_index_service, 16);
+
+/**
+ * One request that is to be placed.
+ *
+ * @generated from message kvgrpc.v1.PlanPrompt
+ */
+export type PlanPrompt = Message<"kvgrpc.v1.PlanPrompt"> & {
+  /**
+   * How it begins.
+   *
+   * @generated from field: kvgrpc.v1.ScorePrompt prompt = 1;
+   */
+  prompt?: ScorePrompt | undefined;
+
+  /**
+   * Tokens of all of it; 0: those of its blocks.
+   *
+   * @generated from field: uint32 tokens = 2;
+   */
+  tokens: number;
+
+  /**
+   * Engines that could run it, at most 1,024; empty: all that are followed, of this model.
+   *
+   * @generated from field: repeated string engines = 3;
+   */
+  engines: string[];
+
+  /**
+   * Engines that may lend; empty: all.
+   *
+   * @generated from field: repeated string sources = 4;
+   */
+  sources: string[];
+};
+
+/**
+ * Describes the message kvgrpc.v1.PlanPrompt.
+ * Use `create(PlanPromptSchema)` to create a new message.
+ */
+export const PlanPromptSchema: GenMessage<PlanPrompt> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_index_service, 17);
+
+/**
+ * Response of Plan.
+ *
+ * @generated from message kvgrpc.v1.PlanResponse
+ */
+export type PlanResponse = Message<"kvgrpc.v1.PlanResponse"> & {
+  /**
+   * In the order of the prompts.
+   *
+   * @generated from field: repeated kvgrpc.v1.PromptPlan plans = 1;
+   */
+  plans: PromptPlan[];
+};
+
+/**
+ * Describes the message kvgrpc.v1.PlanResponse.
+ * Use `create(PlanResponseSchema)` to create a new message.
+ */
+export const PlanResponseSchema: GenMessage<PlanResponse> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_index_service, 18);
+
+/**
+ * Where one request may run.
+ *
+ * @generated from message kvgrpc.v1.PromptPlan
+ */
+export type PromptPlan = Message<"kvgrpc.v1.PromptPlan"> & {
+  /**
+   * Best first; empty where no cache of these engines is followed.
+   *
+   * @generated from field: repeated kvgrpc.v1.Placement placements = 1;
+   */
+  placements: Placement[];
+
+  /**
+   * Blocks that were asked for.
+   *
+   * @generated from field: uint32 blocks = 2;
+   */
+  blocks: number;
+};
+
+/**
+ * Describes the message kvgrpc.v1.PromptPlan.
+ * Use `create(PromptPlanSchema)` to create a new message.
+ */
+export const PromptPlanSchema: GenMessage<PromptPlan> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_index_service, 19);
+
+/**
+ * One cache where a request may run, and what that is estimated to take.
+ *
+ * @generated from message kvgrpc.v1.Placement
+ */
+export type Placement = Message<"kvgrpc.v1.Placement"> & {
+  /**
+   * Name of the engine.
+   *
+   * @generated from field: string engine = 1;
+   */
+  engine: string;
+
+  /**
+   * Which independent KV cache of it.
+   *
+   * @generated from field: uint32 dp = 2;
+   */
+  dp: number;
+
+  /**
+   * Leading blocks that lie on its device.
+   *
+   * @generated from field: uint32 device_blocks = 3;
+   */
+  deviceBlocks: number;
+
+  /**
+   * Leading blocks that lie there or on its host.
+   *
+   * @generated from field: uint32 host_blocks = 4;
+   */
+  hostBlocks: number;
+
+  /**
+   * Leading blocks that it has anywhere, and need not compute.
+   *
+   * @generated from field: uint32 blocks = 5;
+   */
+  blocks: number;
+
+  /**
+   * Tokens in one of its blocks; 0: not known.
+   *
+   * @generated from field: uint32 page_tokens = 6;
+   */
+  pageTokens: number;
+
+  /**
+   * What to pull first; absent: it does not pay, or nobody has more.
+   *
+   * @generated from field: kvgrpc.v1.PlannedPull pull = 7;
+   */
+  pull?: PlannedPull | undefined;
+
+  /**
+   * Tokens that are left to compute.
+   *
+   * @generated from field: uint64 compute_tokens = 8 [jstype = JS_STRING];
+   */
+  computeTokens: string;
+
+  /**
+   * Until it begins with this request; absent: it did not say how quickly it computes.
+   *
+   * @generated from field: google.protobuf.Duration queue_time = 9;
+   */
+  queueTime?: Duration | undefined;
+
+  /**
+   * To compute what is left; absent as queue_time.
+   *
+   * @generated from field: google.protobuf.Duration compute_time = 10;
+   */
+  computeTime?: Duration | undefined;
+
+  /**
+   * To the first token, with the pull: it goes on while the request waits. Absent as queue_time.
+   *
+   * @generated from field: google.protobuf.Duration first_token_time = 11;
+   */
+  firstTokenTime?: Duration | undefined;
+
+  /**
+   * The same without it.
+   *
+   * @generated from field: google.protobuf.Duration first_token_time_without_pull = 12;
+   */
+  firstTokenTimeWithoutPull?: Duration | undefined;
+
+  /**
+   * True where times rest on what other engines say of their speed, because this one said nothing.
+   *
+   * @generated from field: bool speed_assumed = 13;
+   */
+  speedAssumed: boolean;
+
+  /**
+   * What the engine said last, and what was planned for it since is not in it.
+   *
+   * @generated from field: kvgrpc.v1.EngineLoad load = 14;
+   */
+  load?: EngineLoad | undefined;
+};
+
+/**
+ * Describes the message kvgrpc.v1.Placement.
+ * Use `create(PlacementSchema)` to create a new message.
+ */
+export const PlacementSchema: GenMessage<Placement> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_index_service, 20);
+
+/**
+ * What an engine is to pull before it computes: StartPrefetch at its rank, with this engine.
+ *
+ * @generated from message kvgrpc.v1.PlannedPull
+ */
+export type PlannedPull = Message<"kvgrpc.v1.PlannedPull"> & {
+  /**
+   * Name of the engine that lends.
+   *
+   * @generated from field: string engine = 1;
+   */
+  engine: string;
+
+  /**
+   * Which independent KV cache of it.
+   *
+   * @generated from field: uint32 dp = 2;
+   */
+  dp: number;
+
+  /**
+   * Leading blocks that lie on its host: what a cache lends.
+   *
+   * @generated from field: uint32 host_blocks = 3;
+   */
+  hostBlocks: number;
+
+  /**
+   * Blocks of these that the taker lacks.
+   *
+   * @generated from field: uint32 blocks = 4;
+   */
+  blocks: number;
+
+  /**
+   * Their bytes, at one rank of the taker.
+   *
+   * @generated from field: uint64 bytes = 5 [jstype = JS_STRING];
+   */
+  bytes: string;
+
+  /**
+   * Between these two, as measured by the taker.
+   *
+   * @generated from field: double bytes_per_second = 6;
+   */
+  bytesPerSecond: number;
+
+  /**
+   * False: the two never exchanged pages, and what others came to is taken for it.
+   *
+   * @generated from field: bool measured = 7;
+   */
+  measured: boolean;
+
+  /**
+   * Pulls from that engine in flight, those of plans since it last said included: they share its rate.
+   *
+   * @generated from field: uint32 pulls_in_flight = 8;
+   */
+  pullsInFlight: number;
+
+  /**
+   * Estimated.
+   *
+   * @generated from field: google.protobuf.Duration time = 9;
+   */
+  time?: Duration | undefined;
+};
+
+/**
+ * Describes the message kvgrpc.v1.PlannedPull.
+ * Use `create(PlannedPullSchema)` to create a new message.
+ */
+export const PlannedPullSchema: GenMessage<PlannedPull> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_index_service, 21);
+
+/**
  * How what is known of a cache relates to the cache.
  *
  * @generated from enum kvgrpc.v1.IndexSourceState
@@ -851,6 +1175,19 @@ export const IndexService: GenService<{
     methodKind: "unary";
     input: typeof ScoreRequestSchema;
     output: typeof ScoreResponseSchema;
+  },
+  /**
+   * Says of each request where to run it, and from whom to pull which part of its prompt, with the figures that this rests
+   * on. What is compared is the estimated time to the first token: the queue of the engine, its own blocks, pages pulled
+   * at the rate that was measured between the two, and what is left to compute.
+   * Roles: rank, consumer, operator. Errors: as of Score.
+   *
+   * @generated from rpc kvgrpc.v1.IndexService.Plan
+   */
+  plan: {
+    methodKind: "unary";
+    input: typeof PlanRequestSchema;
+    output: typeof PlanResponseSchema;
   },
   /**
    * Lists the caches that are followed, ordered by engine and dp, paged.

@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvgrpc/v1/pull_service.proto.
  */
 export const file_kvgrpc_v1_pull_service: GenFile = /*@__PURE__*/
-  fileDesc("ChxrdmdycGMvdjEvcHVsbF9zZXJ2aWNlLnByb3RvEglrdmdycGMudjEiyQEKDFBhZ2VJZGVudGl0eRINCgVtb2RlbBgBIAEoCRIQCghyZXZpc2lvbhgCIAEoCRINCgVkdHlwZRgDIAEoCRIOCgZsYXlvdXQYBCABKAkSEwoLcGFnZV90b2tlbnMYBSABKA0SDwoHdHBfcmFuaxgGIAEoDRIPCgd0cF9zaXplGAcgASgNEg8KB3BwX3JhbmsYCCABKA0SDwoHcHBfc2l6ZRgJIAEoDRIPCgdjcF9yYW5rGAogASgNEg8KB2NwX3NpemUYCyABKA0iUwoRQ291bnRQYWdlc1JlcXVlc3QSKQoIaWRlbnRpdHkYASABKAsyFy5rdmdycGMudjEuUGFnZUlkZW50aXR5EhMKC3BhZ2VfaGFzaGVzGAIgAygMIigKEkNvdW50UGFnZXNSZXNwb25zZRISCgpob3N0X3BhZ2VzGAEgASgNIpsBChBMZW5kUGFnZXNSZXF1ZXN0EikKCGlkZW50aXR5GAEgASgLMhcua3ZncnBjLnYxLlBhZ2VJZGVudGl0eRITCgtwYWdlX2hhc2hlcxgCIAMoDBISCgpmaXJzdF9wYWdlGAMgASgNEhAKBHJvb20YBCABKARCAjABEiEKBXRha2VyGAUgASgLMhIua3ZncnBjLnYxLlJhbmtSZWYibgoRTGVuZFBhZ2VzUmVzcG9uc2USEgoKbGVudF9wYWdlcxgBIAEoDRIiCgZob2xkZXIYAiABKAsyEi5rdmdycGMudjEuUmFua1JlZhIhCgZsYXlvdXQYAyABKAsyES5rdmdycGMudjEuTGF5b3V0ItUCCgRQdWxsEhAKBHJvb20YASABKARCAjABEisKCWRpcmVjdGlvbhgCIAEoDjIYLmt2Z3JwYy52MS5QdWxsRGlyZWN0aW9uEiAKBHBlZXIYAyABKAsyEi5rdmdycGMudjEuUmFua1JlZhIPCgdhZGRyZXNzGAQgASgJEhMKC2Fza2VkX3BhZ2VzGAUgASgNEhIKCmxlbnRfcGFnZXMYBiABKA0SEgoKZG9uZV9wYWdlcxgHIAEoDRIRCgVieXRlcxgIIAEoBEICMAESLgoKc3RhcnRfdGltZRgJIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASJwoEdG9vaxgKIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhINCgVlbmRlZBgLIAEoCBIjCgdmYWlsdXJlGAwgASgLMhIua3ZncnBjLnYxLkZhaWx1cmUiJQoQTGlzdFB1bGxzUmVxdWVzdBIRCglvcGVuX29ubHkYASABKAgiXgoRTGlzdFB1bGxzUmVzcG9uc2USHgoFcHVsbHMYASADKAsyDy5rdmdycGMudjEuUHVsbBIVCg1sZW5kaW5nX3BhZ2VzGAIgASgNEhIKCmxlbnRfcGFnZXMYAyABKA0qYgoNUHVsbERpcmVjdGlvbhIeChpQVUxMX0RJUkVDVElPTl9VTlNQRUNJRklFRBAAEhgKFFBVTExfRElSRUNUSU9OX1RBS0VOEAESFwoTUFVMTF9ESVJFQ1RJT05fTEVOVBACMvIBCgtQdWxsU2VydmljZRJOCgpDb3VudFBhZ2VzEhwua3ZncnBjLnYxLkNvdW50UGFnZXNSZXF1ZXN0Gh0ua3ZncnBjLnYxLkNvdW50UGFnZXNSZXNwb25zZSIDkAIBEkYKCUxlbmRQYWdlcxIbLmt2Z3JwYy52MS5MZW5kUGFnZXNSZXF1ZXN0Ghwua3ZncnBjLnYxLkxlbmRQYWdlc1Jlc3BvbnNlEksKCUxpc3RQdWxscxIbLmt2Z3JwYy52MS5MaXN0UHVsbHNSZXF1ZXN0Ghwua3ZncnBjLnYxLkxpc3RQdWxsc1Jlc3BvbnNlIgOQAgFCPwoNZGV2Lmt2Z3JwYy52MVABWiBrdmdycGMuZGV2L2dvL2t2Z3JwYy92MTtrdmdycGN2MaoCCUt2Z3JwYy5WMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_kvgrpc_v1_common]);
+  fileDesc("ChxrdmdycGMvdjEvcHVsbF9zZXJ2aWNlLnByb3RvEglrdmdycGMudjEiyQEKDFBhZ2VJZGVudGl0eRINCgVtb2RlbBgBIAEoCRIQCghyZXZpc2lvbhgCIAEoCRINCgVkdHlwZRgDIAEoCRIOCgZsYXlvdXQYBCABKAkSEwoLcGFnZV90b2tlbnMYBSABKA0SDwoHdHBfcmFuaxgGIAEoDRIPCgd0cF9zaXplGAcgASgNEg8KB3BwX3JhbmsYCCABKA0SDwoHcHBfc2l6ZRgJIAEoDRIPCgdjcF9yYW5rGAogASgNEg8KB2NwX3NpemUYCyABKA0iaAoRQ291bnRQYWdlc1JlcXVlc3QSKQoIaWRlbnRpdHkYASABKAsyFy5rdmdycGMudjEuUGFnZUlkZW50aXR5EhMKC3BhZ2VfaGFzaGVzGAIgAygMEhMKC3Byb21wdF9uYW1lGAMgASgMIigKEkNvdW50UGFnZXNSZXNwb25zZRISCgpob3N0X3BhZ2VzGAEgASgNIsIBChBMZW5kUGFnZXNSZXF1ZXN0EikKCGlkZW50aXR5GAEgASgLMhcua3ZncnBjLnYxLlBhZ2VJZGVudGl0eRITCgtwYWdlX2hhc2hlcxgCIAMoDBISCgpmaXJzdF9wYWdlGAMgASgNEhAKBHJvb20YBCABKARCAjABEiEKBXRha2VyGAUgASgLMhIua3ZncnBjLnYxLlJhbmtSZWYSFgoOY291bnRlZF9wcm9tcHQYBiABKAwSDQoFcGFnZXMYByABKA0ihgEKEUxlbmRQYWdlc1Jlc3BvbnNlEhIKCmxlbnRfcGFnZXMYASABKA0SIgoGaG9sZGVyGAIgASgLMhIua3ZncnBjLnYxLlJhbmtSZWYSIQoGbGF5b3V0GAMgASgLMhEua3ZncnBjLnYxLkxheW91dBIWCg5wcm9tcHRfdW5rbm93bhgEIAEoCCLVAgoEUHVsbBIQCgRyb29tGAEgASgEQgIwARIrCglkaXJlY3Rpb24YAiABKA4yGC5rdmdycGMudjEuUHVsbERpcmVjdGlvbhIgCgRwZWVyGAMgASgLMhIua3ZncnBjLnYxLlJhbmtSZWYSDwoHYWRkcmVzcxgEIAEoCRITCgthc2tlZF9wYWdlcxgFIAEoDRISCgpsZW50X3BhZ2VzGAYgASgNEhIKCmRvbmVfcGFnZXMYByABKA0SEQoFYnl0ZXMYCCABKARCAjABEi4KCnN0YXJ0X3RpbWUYCSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEicKBHRvb2sYCiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDQoFZW5kZWQYCyABKAgSIwoHZmFpbHVyZRgMIAEoCzISLmt2Z3JwYy52MS5GYWlsdXJlIiUKEExpc3RQdWxsc1JlcXVlc3QSEQoJb3Blbl9vbmx5GAEgASgIIl4KEUxpc3RQdWxsc1Jlc3BvbnNlEh4KBXB1bGxzGAEgAygLMg8ua3ZncnBjLnYxLlB1bGwSFQoNbGVuZGluZ19wYWdlcxgCIAEoDRISCgpsZW50X3BhZ2VzGAMgASgNKmIKDVB1bGxEaXJlY3Rpb24SHgoaUFVMTF9ESVJFQ1RJT05fVU5TUEVDSUZJRUQQABIYChRQVUxMX0RJUkVDVElPTl9UQUtFThABEhcKE1BVTExfRElSRUNUSU9OX0xFTlQQAjLyAQoLUHVsbFNlcnZpY2USTgoKQ291bnRQYWdlcxIcLmt2Z3JwYy52MS5Db3VudFBhZ2VzUmVxdWVzdBodLmt2Z3JwYy52MS5Db3VudFBhZ2VzUmVzcG9uc2UiA5ACARJGCglMZW5kUGFnZXMSGy5rdmdycGMudjEuTGVuZFBhZ2VzUmVxdWVzdBocLmt2Z3JwYy52MS5MZW5kUGFnZXNSZXNwb25zZRJLCglMaXN0UHVsbHMSGy5rdmdycGMudjEuTGlzdFB1bGxzUmVxdWVzdBocLmt2Z3JwYy52MS5MaXN0UHVsbHNSZXNwb25zZSIDkAIBQj8KDWRldi5rdmdycGMudjFQAVoga3ZncnBjLmRldi9nby9rdmdycGMvdjE7a3ZncnBjdjGqAglLdmdycGMuVjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_kvgrpc_v1_common]);
 
 /**
  * What the bytes of a page depend on besides the tokens. Two caches exchange pages only where all of it is equal.
@@ -128,6 +128,14 @@ export type CountPagesRequest = Message<"kvgrpc.v1.CountPagesRequest"> & {
    * @generated from field: repeated bytes page_hashes = 2;
    */
   pageHashes: Uint8Array[];
+
+  /**
+   * By which LendPages may name this prompt: 32 random bytes, other ones at each holder, so that nobody else can name it.
+   * Empty: LendPages will not.
+   *
+   * @generated from field: bytes prompt_name = 3;
+   */
+  promptName: Uint8Array;
 };
 
 /**
@@ -198,6 +206,21 @@ export type LendPagesRequest = Message<"kvgrpc.v1.LendPagesRequest"> & {
    * @generated from field: kvgrpc.v1.RankRef taker = 5;
    */
   taker?: RankRef | undefined;
+
+  /**
+   * The prompt_name with which this holder was asked by CountPages just before: it knows that prompt, and page_hashes are
+   * left out. Empty: page_hashes are there.
+   *
+   * @generated from field: bytes counted_prompt = 6;
+   */
+  countedPrompt: Uint8Array;
+
+  /**
+   * With counted_prompt: so many pages are wanted, from first_page on.
+   *
+   * @generated from field: uint32 pages = 7;
+   */
+  pages: number;
 };
 
 /**
@@ -233,6 +256,13 @@ export type LendPagesResponse = Message<"kvgrpc.v1.LendPagesResponse"> & {
    * @generated from field: kvgrpc.v1.Layout layout = 3;
    */
   layout?: Layout | undefined;
+
+  /**
+   * True: counted_prompt is not known, or not any more. Nothing is lent; ask again with page_hashes.
+   *
+   * @generated from field: bool prompt_unknown = 4;
+   */
+  promptUnknown: boolean;
 };
 
 /**

@@ -4,8 +4,8 @@
 // @generated from file kvgrpc/v1/server_service.proto (package kvgrpc.v1, syntax proto3)
 /* eslint-disable */
 
-import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
-import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
+import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
+import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Duration, Timestamp } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration, file_google_protobuf_timestamp } from "@bufbuild/protobuf/wkt";
 import type { RankRef, Role } from "./common_pb.js";
@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvgrpc/v1/server_service.proto.
  */
 export const file_kvgrpc_v1_server_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch5rdmdycGMvdjEvc2VydmVyX3NlcnZpY2UucHJvdG8SCWt2Z3JwYy52MSIWChRHZXRTZXJ2ZXJJbmZvUmVxdWVzdCL5AQoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEg8KB3ZlcnNpb24YASABKAkSIAoEcmFuaxgCIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEh0KBHJvbGUYAyABKA4yDy5rdmdycGMudjEuUm9sZRIQCghzZXJ2aWNlcxgEIAMoCRInCgZsaW1pdHMYBiABKAsyFy5rdmdycGMudjEuU2VydmVyTGltaXRzEi4KCnN0YXJ0X3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhAKCGRyYWluaW5nGAggASgIEgsKA3BpZBgJIAEoDUoECAUQBiKtAQoMU2VydmVyTGltaXRzEiQKBWNhbGxzGAEgASgLMhUua3ZncnBjLnYxLkNhbGxMaW1pdHMSIwoEcmFuaxgCIAEoCzIVLmt2Z3JwYy52MS5SYW5rTGltaXRzEisKCHJlZ2lzdHJ5GAMgASgLMhkua3ZncnBjLnYxLlJlZ2lzdHJ5TGltaXRzEiUKBWluZGV4GAQgASgLMhYua3ZncnBjLnYxLkluZGV4TGltaXRzIsYBCgpDYWxsTGltaXRzEg0KBXVuYXJ5GAEgASgNEg8KB3N0cmVhbXMYAiABKA0SGgoSd2F0Y2hlc19wZXJfY2FsbGVyGAMgASgNEiEKGWhlYWx0aF93YXRjaGVzX3Blcl9jYWxsZXIYBCABKA0SHgoWcmVmbGVjdGlvbnNfcGVyX2NhbGxlchgFIAEoDRIaChJsb2NhdGVzX3Blcl9jYWxsZXIYBiABKA0SHQoVa2VlcGFsaXZlc19wZXJfY2FsbGVyGAcgASgNItUCCgpSYW5rTGltaXRzEhcKD21heF9mcmFtZV9ieXRlcxgBIAEoDRIRCgltYXhfcm9vbXMYAiABKA0SIQoZbWF4X3VuY2xhaW1lZF9wZXJfc2Vzc2lvbhgDIAEoDRIVCg1tYXhfdW5jbGFpbWVkGAQgASgNEhkKEW1heF9lbmRlZF9yZWNvcmRzGAUgASgNEhkKEW1heF9rbm93bl9zdHJlYW1zGAYgASgNEhYKDm1heF9oZWxkX3BhZ2VzGAcgASgNEhsKE21heF9jaHVua3NfcGVyX3Jvb20YCCABKA0SFQoNbWF4X2F1eF9ieXRlcxgJIAEoDRIaChJtYXhfdW5rbm93bl93cml0ZXMYCiABKA0SIQoZbWF4X3BlZXJfd3JpdGVzX2luX2ZsaWdodBgLIAEoDRIgChhtYXhfcGVlcl9ieXRlc19pbl9mbGlnaHQYDCABKA0ikwEKDlJlZ2lzdHJ5TGltaXRzEhUKDW1heF9wYWdlX3NpemUYASABKA0SHAoUbWF4X3Jvd3NfcGVyX3JlcXVlc3QYAiABKA0SHgoWbWF4X2xlYXNlc19wZXJfcmVxdWVzdBgDIAEoDRIsCglsZWFzZV90dGwYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iXAoLSW5kZXhMaW1pdHMSGAoQbWF4X3Njb3JlX2Jsb2NrcxgBIAEoDRIYChBtYXhfc2NvcmVfdG9rZW5zGAIgASgNEhkKEW1heF9zY29yZV9wcm9tcHRzGAMgASgNIjgKDERyYWluUmVxdWVzdBIoCgVncmFjZRgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiI0Cg1EcmFpblJlc3BvbnNlEg8KB2RyYWluZWQYASABKAgSEgoKb3Blbl9yb29tcxgCIAEoDTKpAQoNU2VydmVyU2VydmljZRJXCg1HZXRTZXJ2ZXJJbmZvEh8ua3ZncnBjLnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiAua3ZncnBjLnYxLkdldFNlcnZlckluZm9SZXNwb25zZSIDkAIBEj8KBURyYWluEhcua3ZncnBjLnYxLkRyYWluUmVxdWVzdBoYLmt2Z3JwYy52MS5EcmFpblJlc3BvbnNlIgOQAgJCPwoNZGV2Lmt2Z3JwYy52MVABWiBrdmdycGMuZGV2L2dvL2t2Z3JwYy92MTtrdmdycGN2MaoCCUt2Z3JwYy5WMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_kvgrpc_v1_common]);
+  fileDesc("Ch5rdmdycGMvdjEvc2VydmVyX3NlcnZpY2UucHJvdG8SCWt2Z3JwYy52MSIWChRHZXRTZXJ2ZXJJbmZvUmVxdWVzdCK4BAoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEg8KB3ZlcnNpb24YASABKAkSIAoEcmFuaxgCIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEh0KBHJvbGUYAyABKA4yDy5rdmdycGMudjEuUm9sZRIQCghzZXJ2aWNlcxgEIAMoCRInCgZsaW1pdHMYBiABKAsyFy5rdmdycGMudjEuU2VydmVyTGltaXRzEi4KCnN0YXJ0X3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhAKCGRyYWluaW5nGAggASgIEgsKA3BpZBgJIAEoDRIkCghzZXR0aW5ncxgKIAMoCzISLmt2Z3JwYy52MS5TZXR0aW5nEikKCHNlY3VyaXR5GAsgASgLMhcua3ZncnBjLnYxLlBvcnRTZWN1cml0eRIxCgxyZWdpc3RyYXRpb24YDCABKAsyGy5rdmdycGMudjEuUmVnaXN0cmF0aW9uSW5mbxJACgh2ZXJzaW9ucxgNIAMoCzIuLmt2Z3JwYy52MS5HZXRTZXJ2ZXJJbmZvUmVzcG9uc2UuVmVyc2lvbnNFbnRyeRIoCgR0aW1lGA4gASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIcChRkYXRhX3BsYW5lX2VuZHBvaW50cxgPIAMoCRovCg1WZXJzaW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFKBAgFEAYiUAoHU2V0dGluZxIMCgRuYW1lGAEgASgJEg0KBXZhbHVlGAIgASgJEigKBnNvdXJjZRgDIAEoDjIYLmt2Z3JwYy52MS5TZXR0aW5nU291cmNlIoIBCgxQb3J0U2VjdXJpdHkSCwoDdGxzGAEgASgIEhsKE2NsaWVudF9jZXJ0aWZpY2F0ZXMYAiABKAgSDgoGdG9rZW5zGAMgASgIEjgKFGNlcnRpZmljYXRlX2VuZF90aW1lGAQgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCKUAQoQUmVnaXN0cmF0aW9uSW5mbxIPCgdhZGRyZXNzGAEgASgJEisKBXN0YXRlGAIgASgOMhwua3ZncnBjLnYxLlJlZ2lzdHJhdGlvblN0YXRlEi4KCmF3YXlfc2luY2UYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhIKCmxhc3RfZXJyb3IYBCABKAkirQEKDFNlcnZlckxpbWl0cxIkCgVjYWxscxgBIAEoCzIVLmt2Z3JwYy52MS5DYWxsTGltaXRzEiMKBHJhbmsYAiABKAsyFS5rdmdycGMudjEuUmFua0xpbWl0cxIrCghyZWdpc3RyeRgDIAEoCzIZLmt2Z3JwYy52MS5SZWdpc3RyeUxpbWl0cxIlCgVpbmRleBgEIAEoCzIWLmt2Z3JwYy52MS5JbmRleExpbWl0cyLGAQoKQ2FsbExpbWl0cxINCgV1bmFyeRgBIAEoDRIPCgdzdHJlYW1zGAIgASgNEhoKEndhdGNoZXNfcGVyX2NhbGxlchgDIAEoDRIhChloZWFsdGhfd2F0Y2hlc19wZXJfY2FsbGVyGAQgASgNEh4KFnJlZmxlY3Rpb25zX3Blcl9jYWxsZXIYBSABKA0SGgoSbG9jYXRlc19wZXJfY2FsbGVyGAYgASgNEh0KFWtlZXBhbGl2ZXNfcGVyX2NhbGxlchgHIAEoDSLVAgoKUmFua0xpbWl0cxIXCg9tYXhfZnJhbWVfYnl0ZXMYASABKA0SEQoJbWF4X3Jvb21zGAIgASgNEiEKGW1heF91bmNsYWltZWRfcGVyX3Nlc3Npb24YAyABKA0SFQoNbWF4X3VuY2xhaW1lZBgEIAEoDRIZChFtYXhfZW5kZWRfcmVjb3JkcxgFIAEoDRIZChFtYXhfa25vd25fc3RyZWFtcxgGIAEoDRIWCg5tYXhfaGVsZF9wYWdlcxgHIAEoDRIbChNtYXhfY2h1bmtzX3Blcl9yb29tGAggASgNEhUKDW1heF9hdXhfYnl0ZXMYCSABKA0SGgoSbWF4X3Vua25vd25fd3JpdGVzGAogASgNEiEKGW1heF9wZWVyX3dyaXRlc19pbl9mbGlnaHQYCyABKA0SIAoYbWF4X3BlZXJfYnl0ZXNfaW5fZmxpZ2h0GAwgASgNIpMBCg5SZWdpc3RyeUxpbWl0cxIVCg1tYXhfcGFnZV9zaXplGAEgASgNEhwKFG1heF9yb3dzX3Blcl9yZXF1ZXN0GAIgASgNEh4KFm1heF9sZWFzZXNfcGVyX3JlcXVlc3QYAyABKA0SLAoJbGVhc2VfdHRsGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uInYKC0luZGV4TGltaXRzEhgKEG1heF9zY29yZV9ibG9ja3MYASABKA0SGAoQbWF4X3Njb3JlX3Rva2VucxgCIAEoDRIZChFtYXhfc2NvcmVfcHJvbXB0cxgDIAEoDRIYChBtYXhfcGxhbl9wcm9tcHRzGAQgASgNIjgKDERyYWluUmVxdWVzdBIoCgVncmFjZRgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiI0Cg1EcmFpblJlc3BvbnNlEg8KB2RyYWluZWQYASABKAgSEgoKb3Blbl9yb29tcxgCIAEoDSqfAQoNU2V0dGluZ1NvdXJjZRIeChpTRVRUSU5HX1NPVVJDRV9VTlNQRUNJRklFRBAAEhoKFlNFVFRJTkdfU09VUkNFX0RFRkFVTFQQARIXChNTRVRUSU5HX1NPVVJDRV9GSUxFEAISHgoaU0VUVElOR19TT1VSQ0VfRU5WSVJPTk1FTlQQAxIZChVTRVRUSU5HX1NPVVJDRV9FTkdJTkUQBCreAQoRUmVnaXN0cmF0aW9uU3RhdGUSIgoeUkVHSVNUUkFUSU9OX1NUQVRFX1VOU1BFQ0lGSUVEEAASHwobUkVHSVNUUkFUSU9OX1NUQVRFX1NUQVJUSU5HEAESIQodUkVHSVNUUkFUSU9OX1NUQVRFX1JFR0lTVEVSRUQQAhIfChtSRUdJU1RSQVRJT05fU1RBVEVfUkVUUllJTkcQAxIhCh1SRUdJU1RSQVRJT05fU1RBVEVfU1VQRVJTRURFRBAEEh0KGVJFR0lTVFJBVElPTl9TVEFURV9DTE9TRUQQBTKpAQoNU2VydmVyU2VydmljZRJXCg1HZXRTZXJ2ZXJJbmZvEh8ua3ZncnBjLnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiAua3ZncnBjLnYxLkdldFNlcnZlckluZm9SZXNwb25zZSIDkAIBEj8KBURyYWluEhcua3ZncnBjLnYxLkRyYWluUmVxdWVzdBoYLmt2Z3JwYy52MS5EcmFpblJlc3BvbnNlIgOQAgJCPwoNZGV2Lmt2Z3JwYy52MVABWiBrdmdycGMuZGV2L2dvL2t2Z3JwYy92MTtrdmdycGN2MaoCCUt2Z3JwYy5WMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_kvgrpc_v1_common]);
 
 /**
  * Request of GetServerInfo.
@@ -94,6 +94,49 @@ export type GetServerInfoResponse = Message<"kvgrpc.v1.GetServerInfoResponse"> &
    * @generated from field: uint32 pid = 9;
    */
   pid: number;
+
+  /**
+   * Settings of a rank in force, by name. Told to operators, and where nobody has to prove who calls.
+   *
+   * @generated from field: repeated kvgrpc.v1.Setting settings = 10;
+   */
+  settings: Setting[];
+
+  /**
+   * How its port is protected.
+   *
+   * @generated from field: kvgrpc.v1.PortSecurity security = 11;
+   */
+  security?: PortSecurity | undefined;
+
+  /**
+   * The registry as seen from here; absent where this registers nowhere.
+   *
+   * @generated from field: kvgrpc.v1.RegistrationInfo registration = 12;
+   */
+  registration?: RegistrationInfo | undefined;
+
+  /**
+   * Versions of what it runs on, by name: python, grpcio, protobuf, and torch, sglang, vllm and others where they are
+   * loaded.
+   *
+   * @generated from field: map<string, string> versions = 13;
+   */
+  versions: { [key: string]: string };
+
+  /**
+   * Now, by this host's clock.
+   *
+   * @generated from field: google.protobuf.Timestamp time = 14;
+   */
+  time?: Timestamp | undefined;
+
+  /**
+   * Where peers reach its data plane, each "host:port"; none where that is of this host alone.
+   *
+   * @generated from field: repeated string data_plane_endpoints = 15;
+   */
+  dataPlaneEndpoints: string[];
 };
 
 /**
@@ -102,6 +145,125 @@ export type GetServerInfoResponse = Message<"kvgrpc.v1.GetServerInfoResponse"> &
  */
 export const GetServerInfoResponseSchema: GenMessage<GetServerInfoResponse> = /*@__PURE__*/
   messageDesc(file_kvgrpc_v1_server_service, 1);
+
+/**
+ * A setting in force.
+ *
+ * @generated from message kvgrpc.v1.Setting
+ */
+export type Setting = Message<"kvgrpc.v1.Setting"> & {
+  /**
+   * As in docs/operations.md; parts of a table with a dot between: "timing.idle_timeout".
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * As text; of a secret "set".
+   *
+   * @generated from field: string value = 2;
+   */
+  value: string;
+
+  /**
+   * Who said so.
+   *
+   * @generated from field: kvgrpc.v1.SettingSource source = 3;
+   */
+  source: SettingSource;
+};
+
+/**
+ * Describes the message kvgrpc.v1.Setting.
+ * Use `create(SettingSchema)` to create a new message.
+ */
+export const SettingSchema: GenMessage<Setting> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_server_service, 2);
+
+/**
+ * How a port is protected.
+ *
+ * @generated from message kvgrpc.v1.PortSecurity
+ */
+export type PortSecurity = Message<"kvgrpc.v1.PortSecurity"> & {
+  /**
+   * Connections are encrypted.
+   *
+   * @generated from field: bool tls = 1;
+   */
+  tls: boolean;
+
+  /**
+   * Clients must have a certificate.
+   *
+   * @generated from field: bool client_certificates = 2;
+   */
+  clientCertificates: boolean;
+
+  /**
+   * Callers must have a token.
+   *
+   * @generated from field: bool tokens = 3;
+   */
+  tokens: boolean;
+
+  /**
+   * When the server's certificate ends. Absent without one.
+   *
+   * @generated from field: google.protobuf.Timestamp certificate_end_time = 4;
+   */
+  certificateEndTime?: Timestamp | undefined;
+};
+
+/**
+ * Describes the message kvgrpc.v1.PortSecurity.
+ * Use `create(PortSecuritySchema)` to create a new message.
+ */
+export const PortSecuritySchema: GenMessage<PortSecurity> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_server_service, 3);
+
+/**
+ * A registry, as seen by who registers there.
+ *
+ * @generated from message kvgrpc.v1.RegistrationInfo
+ */
+export type RegistrationInfo = Message<"kvgrpc.v1.RegistrationInfo"> & {
+  /**
+   * Its address, of several replicas the one in use.
+   *
+   * @generated from field: string address = 1;
+   */
+  address: string;
+
+  /**
+   * What it is at.
+   *
+   * @generated from field: kvgrpc.v1.RegistrationState state = 2;
+   */
+  state: RegistrationState;
+
+  /**
+   * Where it is away: since when, by this host's clock.
+   *
+   * @generated from field: google.protobuf.Timestamp away_since = 3;
+   */
+  awaySince?: Timestamp | undefined;
+
+  /**
+   * Why, as the last call said.
+   *
+   * @generated from field: string last_error = 4;
+   */
+  lastError: string;
+};
+
+/**
+ * Describes the message kvgrpc.v1.RegistrationInfo.
+ * Use `create(RegistrationInfoSchema)` to create a new message.
+ */
+export const RegistrationInfoSchema: GenMessage<RegistrationInfo> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_server_service, 4);
 
 /**
  * Bounds of a process. What it does not serve is absent.
@@ -143,7 +305,7 @@ export type ServerLimits = Message<"kvgrpc.v1.ServerLimits"> & {
  * Use `create(ServerLimitsSchema)` to create a new message.
  */
 export const ServerLimitsSchema: GenMessage<ServerLimits> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_server_service, 2);
+  messageDesc(file_kvgrpc_v1_server_service, 5);
 
 /**
  * How many calls run at once; past it TOO_MANY_REQUESTS. A caller is the name of a token or certificate, else a host.
@@ -206,7 +368,7 @@ export type CallLimits = Message<"kvgrpc.v1.CallLimits"> & {
  * Use `create(CallLimitsSchema)` to create a new message.
  */
 export const CallLimitsSchema: GenMessage<CallLimits> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_server_service, 3);
+  messageDesc(file_kvgrpc_v1_server_service, 6);
 
 /**
  * Bounds of a rank. What is above the number of a field's type is said as that number.
@@ -304,7 +466,7 @@ export type RankLimits = Message<"kvgrpc.v1.RankLimits"> & {
  * Use `create(RankLimitsSchema)` to create a new message.
  */
 export const RankLimitsSchema: GenMessage<RankLimits> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_server_service, 4);
+  messageDesc(file_kvgrpc_v1_server_service, 7);
 
 /**
  * Bounds of a registry.
@@ -346,7 +508,7 @@ export type RegistryLimits = Message<"kvgrpc.v1.RegistryLimits"> & {
  * Use `create(RegistryLimitsSchema)` to create a new message.
  */
 export const RegistryLimitsSchema: GenMessage<RegistryLimits> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_server_service, 5);
+  messageDesc(file_kvgrpc_v1_server_service, 8);
 
 /**
  * Bounds of an index.
@@ -374,6 +536,13 @@ export type IndexLimits = Message<"kvgrpc.v1.IndexLimits"> & {
    * @generated from field: uint32 max_score_prompts = 3;
    */
   maxScorePrompts: number;
+
+  /**
+   * Prompts of one Plan; blocks and tokens are bounded as those of a Score.
+   *
+   * @generated from field: uint32 max_plan_prompts = 4;
+   */
+  maxPlanPrompts: number;
 };
 
 /**
@@ -381,7 +550,7 @@ export type IndexLimits = Message<"kvgrpc.v1.IndexLimits"> & {
  * Use `create(IndexLimitsSchema)` to create a new message.
  */
 export const IndexLimitsSchema: GenMessage<IndexLimits> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_server_service, 6);
+  messageDesc(file_kvgrpc_v1_server_service, 9);
 
 /**
  * Request of Drain.
@@ -402,7 +571,7 @@ export type DrainRequest = Message<"kvgrpc.v1.DrainRequest"> & {
  * Use `create(DrainRequestSchema)` to create a new message.
  */
 export const DrainRequestSchema: GenMessage<DrainRequest> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_server_service, 7);
+  messageDesc(file_kvgrpc_v1_server_service, 10);
 
 /**
  * Response of Drain.
@@ -430,7 +599,110 @@ export type DrainResponse = Message<"kvgrpc.v1.DrainResponse"> & {
  * Use `create(DrainResponseSchema)` to create a new message.
  */
 export const DrainResponseSchema: GenMessage<DrainResponse> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_server_service, 8);
+  messageDesc(file_kvgrpc_v1_server_service, 11);
+
+/**
+ * Where a setting comes from.
+ *
+ * @generated from enum kvgrpc.v1.SettingSource
+ */
+export enum SettingSource {
+  /**
+   * Never sent.
+   *
+   * @generated from enum value: SETTING_SOURCE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * Nobody said anything else.
+   *
+   * @generated from enum value: SETTING_SOURCE_DEFAULT = 1;
+   */
+  DEFAULT = 1,
+
+  /**
+   * The TOML file that KVGRPC_CONFIG names.
+   *
+   * @generated from enum value: SETTING_SOURCE_FILE = 2;
+   */
+  FILE = 2,
+
+  /**
+   * A variable KVGRPC_... of the environment.
+   *
+   * @generated from enum value: SETTING_SOURCE_ENVIRONMENT = 3;
+   */
+  ENVIRONMENT = 3,
+
+  /**
+   * The engine's own code or command line.
+   *
+   * @generated from enum value: SETTING_SOURCE_ENGINE = 4;
+   */
+  ENGINE = 4,
+}
+
+/**
+ * Describes the enum kvgrpc.v1.SettingSource.
+ */
+export const SettingSourceSchema: GenEnum<SettingSource> = /*@__PURE__*/
+  enumDesc(file_kvgrpc_v1_server_service, 0);
+
+/**
+ * What the registration of a process is at.
+ *
+ * @generated from enum kvgrpc.v1.RegistrationState
+ */
+export enum RegistrationState {
+  /**
+   * Never sent.
+   *
+   * @generated from enum value: REGISTRATION_STATE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * It registers for the first time.
+   *
+   * @generated from enum value: REGISTRATION_STATE_STARTING = 1;
+   */
+  STARTING = 1,
+
+  /**
+   * The registry has its rows, and their leases are renewed.
+   *
+   * @generated from enum value: REGISTRATION_STATE_REGISTERED = 2;
+   */
+  REGISTERED = 2,
+
+  /**
+   * The registry is away, or does not know the leases; it comes back by itself, and hand-offs go on meanwhile.
+   *
+   * @generated from enum value: REGISTRATION_STATE_RETRYING = 3;
+   */
+  RETRYING = 3,
+
+  /**
+   * Newer incarnations took all rows over: the process must be stopped.
+   *
+   * @generated from enum value: REGISTRATION_STATE_SUPERSEDED = 4;
+   */
+  SUPERSEDED = 4,
+
+  /**
+   * It deregistered: drained, or about to end.
+   *
+   * @generated from enum value: REGISTRATION_STATE_CLOSED = 5;
+   */
+  CLOSED = 5,
+}
+
+/**
+ * Describes the enum kvgrpc.v1.RegistrationState.
+ */
+export const RegistrationStateSchema: GenEnum<RegistrationState> = /*@__PURE__*/
+  enumDesc(file_kvgrpc_v1_server_service, 1);
 
 /**
  * Served by every kvgrpc process.
@@ -439,7 +711,7 @@ export const DrainResponseSchema: GenMessage<DrainResponse> = /*@__PURE__*/
  */
 export const ServerService: GenService<{
   /**
-   * Says who this is, since when, what it serves and its limits.
+   * Says who this is, since when, what it serves, its limits, and what it runs on; to an operator also its settings.
    * Roles: rank, consumer, operator. Errors: none of its own.
    *
    * @generated from rpc kvgrpc.v1.ServerService.GetServerInfo

@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvgrpc/v1/transfer_service.proto.
  */
 export const file_kvgrpc_v1_transfer_service: GenFile = /*@__PURE__*/
-  fileDesc("CiBrdmdycGMvdjEvdHJhbnNmZXJfc2VydmljZS5wcm90bxIJa3ZncnBjLnYxIpMDCgVIZWxsbxIiCgZvcGVuZXIYASABKAsyEi5rdmdycGMudjEuUmFua1JlZhIeCgJ0bxgCIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEhIKBnN0cmVhbRgDIAEoBEICMAESIQoGbGF5b3V0GAQgASgLMhEua3ZncnBjLnYxLkxheW91dBIiCgVwb29scxgFIAMoCzITLmt2Z3JwYy52MS5QYWdlUG9vbBIWCg5hdXhfaXRlbV9ieXRlcxgGIAMoDRISCgpkYXRhX3BsYW5lGAcgASgJEhoKEmRhdGFfcGxhbmVfYWRkcmVzcxgIIAEoDBImCghleHBlY3RlZBgJIAEoCzIULmt2Z3JwYy52MS5DYWNoZVBhcnQSFwoPbWF4X2ZyYW1lX2J5dGVzGAogASgEEicKBW1vZGVsGAsgASgLMhgua3ZncnBjLnYxLk1vZGVsSWRlbnRpdHkSKQoNd2FpdGluZ19yb29tcxgMIAMoCzISLmt2Z3JwYy52MS5Sb29tS2V5Eg4KBnZlcmlmeRgNIAEoCCJqCglDYWNoZVBhcnQSEwoLbGF5ZXJfc3RhcnQYASABKA0SEwoLbGF5ZXJfY291bnQYAiABKA0SEgoKaGVhZF9zdGFydBgDIAEoDRISCgpoZWFkX2NvdW50GAQgASgNEgsKA2F1eBgFIAEoCCLzAQoHV2VsY29tZRIgCgRyYW5rGAEgASgLMhIua3ZncnBjLnYxLlJhbmtSZWYSFwoPbWF4X2ZyYW1lX2J5dGVzGAIgASgEEiwKCWhlYXJ0YmVhdBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIvCgxpZGxlX3RpbWVvdXQYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGgoSZGF0YV9wbGFuZV9hZGRyZXNzGAUgASgMEg4KBnZlcmlmeRgGIAEoCBIiCgVwb29scxgHIAMoCzITLmt2Z3JwYy52MS5QYWdlUG9vbCIuCgdHb29kYnllEiMKB2ZhaWx1cmUYASABKAsyEi5rdmdycGMudjEuRmFpbHVyZSLVAQoKRGVjb2RlUm9vbRIQCgRyb29tGAEgASgEQgIwARIPCgdhdHRlbXB0GAIgASgNEh0KBHdhbnQYAyABKA4yDy5rdmdycGMudjEuV2FudBIUCgx0aW1lX2xlZnRfbXMYBCABKA0SEgoKZmlyc3RfcGFnZRgFIAEoDRIhCgVwYWdlcxgGIAMoCzISLmt2Z3JwYy52MS5QYWdlU2V0EiMKB2ZhaWx1cmUYByABKAsyEi5rdmdycGMudjEuRmFpbHVyZRITCgt0cmFjZXBhcmVudBgIIAEoCSLWAQoLUHJlZmlsbFJvb20SEAoEcm9vbRgBIAEoBEICMAESDwoHYXR0ZW1wdBgCIAEoDRIjCgVzdGF0ZRgDIAEoDjIULmt2Z3JwYy52MS5Sb29tU3RhdGUSIQoGd3JpdGVzGAQgASgOMhEua3ZncnBjLnYxLldyaXRlcxISCgpwYWdlc19kb25lGAUgASgNEgsKA2F1eBgGIAEoDBIjCgdmYWlsdXJlGAcgASgLMhIua3ZncnBjLnYxLkZhaWx1cmUSFgoOcGFnZV9jaGVja3N1bXMYCCABKAwilgEKDlNlc3Npb25SZXF1ZXN0Eh8KBWhlbGxvGAEgASgLMhAua3ZncnBjLnYxLkhlbGxvEiQKBXJvb21zGAIgAygLMhUua3ZncnBjLnYxLkRlY29kZVJvb20SIwoHZ29vZGJ5ZRgDIAEoCzISLmt2Z3JwYy52MS5Hb29kYnllEhgKDGZvcmdldF9yb29tcxgEIAMoBEICMAEiggEKD1Nlc3Npb25SZXNwb25zZRIjCgd3ZWxjb21lGAEgASgLMhIua3ZncnBjLnYxLldlbGNvbWUSJQoFcm9vbXMYAiADKAsyFi5rdmdycGMudjEuUHJlZmlsbFJvb20SIwoHZ29vZGJ5ZRgDIAEoCzISLmt2Z3JwYy52MS5Hb29kYnllIv4BCgdTZXNzaW9uEiAKBHBlZXIYASABKAsyEi5rdmdycGMudjEuUmFua1JlZhIPCgdhZGRyZXNzGAIgASgJEiYKBXN0YXRlGAMgASgOMhcua3ZncnBjLnYxLlNlc3Npb25TdGF0ZRISCgZzdHJlYW0YBCABKARCAjABEg0KBXJvb21zGAUgASgNEiwKCWlkbGVfdGltZRgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIVCg1wZW5kaW5nX3Jvb21zGAcgASgNEjAKDHNpbGVudF9zaW5jZRgIIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAiiAEKCFJvb21QYXJ0EiAKBHBlZXIYASABKAsyEi5rdmdycGMudjEuUmFua1JlZhIjCgVzdGF0ZRgCIAEoDjIULmt2Z3JwYy52MS5Sb29tU3RhdGUSIQoGd3JpdGVzGAMgASgOMhEua3ZncnBjLnYxLldyaXRlcxISCgpwYWdlc19kb25lGAQgASgNIqYCCgRSb29tEhAKBHJvb20YASABKARCAjABEg8KB2F0dGVtcHQYAiABKA0SHQoEcm9sZRgDIAEoDjIPLmt2Z3JwYy52MS5Sb2xlEiMKBXN0YXRlGAQgASgOMhQua3ZncnBjLnYxLlJvb21TdGF0ZRIiCgVwYXJ0cxgFIAMoCzITLmt2Z3JwYy52MS5Sb29tUGFydBINCgVwYWdlcxgGIAEoDRIMCgRoZWxkGAcgASgIEhQKDGxvY2FsX2hhbmRsZRgIIAEoCBImCgNhZ2UYCSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SIwoHZmFpbHVyZRgKIAEoCzISLmt2Z3JwYy52MS5GYWlsdXJlEhMKC3RyYWNlcGFyZW50GAsgASgJIjwKE0xpc3RTZXNzaW9uc1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgNEhIKCnBhZ2VfdG9rZW4YAiABKAkiVQoUTGlzdFNlc3Npb25zUmVzcG9uc2USJAoIc2Vzc2lvbnMYASADKAsyEi5rdmdycGMudjEuU2Vzc2lvbhIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkiiQEKEExpc3RSb29tc1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgNEhIKCnBhZ2VfdG9rZW4YAiABKAkSJAoGc3RhdGVzGAMgAygOMhQua3ZncnBjLnYxLlJvb21TdGF0ZRIRCgloZWxkX29ubHkYBCABKAgSFQoNbmV3ZXN0X2ZhaWxlZBgFIAEoCCJbChFMaXN0Um9vbXNSZXNwb25zZRIeCgVyb29tcxgBIAMoCzIPLmt2Z3JwYy52MS5Sb29tEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCRINCgV0b3RhbBgDIAEoDSIzCg5HZXRSb29tUmVxdWVzdBIQCgRyb29tGAEgASgEQgIwARIPCgdhdHRlbXB0GAIgASgNIjAKD0dldFJvb21SZXNwb25zZRIdCgRyb29tGAEgASgLMg8ua3ZncnBjLnYxLlJvb20iLAoHUm9vbUtleRIQCgRyb29tGAEgASgEQgIwARIPCgdhdHRlbXB0GAIgASgNIjcKEkxvY2F0ZVJvb21zUmVxdWVzdBIhCgVyb29tcxgBIAMoCzISLmt2Z3JwYy52MS5Sb29tS2V5IjgKE0xvY2F0ZVJvb21zUmVzcG9uc2USIQoFcm9vbXMYASADKAsyEi5rdmdycGMudjEuUm9vbUtleSJFChFDYW5jZWxSb29tUmVxdWVzdBIQCgRyb29tGAEgASgEQgIwARIPCgdhdHRlbXB0GAIgASgNEg0KBWNhdXNlGAMgASgJIjMKEkNhbmNlbFJvb21SZXNwb25zZRIdCgRyb29tGAEgASgLMg8ua3ZncnBjLnYxLlJvb20iEAoOR2V0UmFua1JlcXVlc3Qi8wEKD0dldFJhbmtSZXNwb25zZRIgCgRyYW5rGAEgASgLMhIua3ZncnBjLnYxLlJhbmtSZWYSHQoEcm9sZRgCIAEoDjIPLmt2Z3JwYy52MS5Sb2xlEiEKBmxheW91dBgDIAEoCzIRLmt2Z3JwYy52MS5MYXlvdXQSIgoFcG9vbHMYBCADKAsyEy5rdmdycGMudjEuUGFnZVBvb2wSEgoKZGF0YV9wbGFuZRgFIAEoCRIWCg5hdXhfaXRlbV9ieXRlcxgGIAMoDRISCgpwYWdlc19oZWxkGAcgASgNEhgKEHBhZ2VzX2hlbGRfbGltaXQYCCABKA0icgoLRW5naW5lU2hhcGUSIQoGbGF5b3V0GAEgASgLMhEua3ZncnBjLnYxLkxheW91dBINCgVoZWFkcxgCIAEoDRIOCgZsYXllcnMYAyABKA0SDAoEYXhlcxgEIAEoCRITCgtwYWdlX3Rva2VucxgFIAEoDSJlChJHZXRUb3BvbG9neVJlcXVlc3QSJwoHcHJlZmlsbBgBIAEoCzIWLmt2Z3JwYy52MS5FbmdpbmVTaGFwZRImCgZkZWNvZGUYAiABKAsyFi5rdmdycGMudjEuRW5naW5lU2hhcGUikwEKCE93ZWRQYXJ0EiIKB3ByZWZpbGwYASABKAsyES5rdmdycGMudjEuUmFua0lkEiEKBmRlY29kZRgCIAEoCzIRLmt2Z3JwYy52MS5SYW5rSWQSIgoEcGFydBgDIAEoCzIULmt2Z3JwYy52MS5DYWNoZVBhcnQSHAoUZGVzY3JpcHRvcnNfcGVyX3BhZ2UYBCABKA0iOQoTR2V0VG9wb2xvZ3lSZXNwb25zZRIiCgVwYXJ0cxgBIAMoCzITLmt2Z3JwYy52MS5Pd2VkUGFydCpfCgRXYW50EhQKEFdBTlRfVU5TUEVDSUZJRUQQABIRCg1XQU5UX0FOTk9VTkNFEAESDgoKV0FOVF9XUklURRACEg0KCVdBTlRfU1RPUBADEg8KC1dBTlRfRk9SR0VUEAQqswEKCVJvb21TdGF0ZRIaChZST09NX1NUQVRFX1VOU1BFQ0lGSUVEEAASHAoYUk9PTV9TVEFURV9CT09UU1RSQVBQSU5HEAESIAocUk9PTV9TVEFURV9XQUlUSU5HX0ZPUl9JTlBVVBACEhsKF1JPT01fU1RBVEVfVFJBTlNGRVJSSU5HEAMSFgoSUk9PTV9TVEFURV9TVUNDRVNTEAQSFQoRUk9PTV9TVEFURV9GQUlMRUQQBSptCgZXcml0ZXMSFgoSV1JJVEVTX1VOU1BFQ0lGSUVEEAASDwoLV1JJVEVTX09QRU4QARISCg5XUklURVNfVU5LTk9XThACEhIKDldSSVRFU19TVE9QUEVEEAMSEgoOV1JJVEVTX1NFVFRMRUQQBCrHAQoMU2Vzc2lvblN0YXRlEh0KGVNFU1NJT05fU1RBVEVfVU5TUEVDSUZJRUQQABIcChhTRVNTSU9OX1NUQVRFX0NPTk5FQ1RJTkcQARIWChJTRVNTSU9OX1NUQVRFX09QRU4QAhIYChRTRVNTSU9OX1NUQVRFX0JST0tFThADEhYKElNFU1NJT05fU1RBVEVfTE9TVBAEEhYKElNFU1NJT05fU1RBVEVfREVBRBAFEhgKFFNFU1NJT05fU1RBVEVfU0lMRU5UEAYy/gQKD1RyYW5zZmVyU2VydmljZRJECgdTZXNzaW9uEhkua3ZncnBjLnYxLlNlc3Npb25SZXF1ZXN0Ghoua3ZncnBjLnYxLlNlc3Npb25SZXNwb25zZSgBMAESVAoMTGlzdFNlc3Npb25zEh4ua3ZncnBjLnYxLkxpc3RTZXNzaW9uc1JlcXVlc3QaHy5rdmdycGMudjEuTGlzdFNlc3Npb25zUmVzcG9uc2UiA5ACARJLCglMaXN0Um9vbXMSGy5rdmdycGMudjEuTGlzdFJvb21zUmVxdWVzdBocLmt2Z3JwYy52MS5MaXN0Um9vbXNSZXNwb25zZSIDkAIBEkUKB0dldFJvb20SGS5rdmdycGMudjEuR2V0Um9vbVJlcXVlc3QaGi5rdmdycGMudjEuR2V0Um9vbVJlc3BvbnNlIgOQAgESUQoLTG9jYXRlUm9vbXMSHS5rdmdycGMudjEuTG9jYXRlUm9vbXNSZXF1ZXN0Gh4ua3ZncnBjLnYxLkxvY2F0ZVJvb21zUmVzcG9uc2UiA5ACARJOCgpDYW5jZWxSb29tEhwua3ZncnBjLnYxLkNhbmNlbFJvb21SZXF1ZXN0Gh0ua3ZncnBjLnYxLkNhbmNlbFJvb21SZXNwb25zZSIDkAICEkUKB0dldFJhbmsSGS5rdmdycGMudjEuR2V0UmFua1JlcXVlc3QaGi5rdmdycGMudjEuR2V0UmFua1Jlc3BvbnNlIgOQAgESUQoLR2V0VG9wb2xvZ3kSHS5rdmdycGMudjEuR2V0VG9wb2xvZ3lSZXF1ZXN0Gh4ua3ZncnBjLnYxLkdldFRvcG9sb2d5UmVzcG9uc2UiA5ACAUI/Cg1kZXYua3ZncnBjLnYxUAFaIGt2Z3JwYy5kZXYvZ28va3ZncnBjL3YxO2t2Z3JwY3YxqgIJS3ZncnBjLlYxYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_kvgrpc_v1_common]);
+  fileDesc("CiBrdmdycGMvdjEvdHJhbnNmZXJfc2VydmljZS5wcm90bxIJa3ZncnBjLnYxIpMDCgVIZWxsbxIiCgZvcGVuZXIYASABKAsyEi5rdmdycGMudjEuUmFua1JlZhIeCgJ0bxgCIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEhIKBnN0cmVhbRgDIAEoBEICMAESIQoGbGF5b3V0GAQgASgLMhEua3ZncnBjLnYxLkxheW91dBIiCgVwb29scxgFIAMoCzITLmt2Z3JwYy52MS5QYWdlUG9vbBIWCg5hdXhfaXRlbV9ieXRlcxgGIAMoDRISCgpkYXRhX3BsYW5lGAcgASgJEhoKEmRhdGFfcGxhbmVfYWRkcmVzcxgIIAEoDBImCghleHBlY3RlZBgJIAEoCzIULmt2Z3JwYy52MS5DYWNoZVBhcnQSFwoPbWF4X2ZyYW1lX2J5dGVzGAogASgEEicKBW1vZGVsGAsgASgLMhgua3ZncnBjLnYxLk1vZGVsSWRlbnRpdHkSKQoNd2FpdGluZ19yb29tcxgMIAMoCzISLmt2Z3JwYy52MS5Sb29tS2V5Eg4KBnZlcmlmeRgNIAEoCCJqCglDYWNoZVBhcnQSEwoLbGF5ZXJfc3RhcnQYASABKA0SEwoLbGF5ZXJfY291bnQYAiABKA0SEgoKaGVhZF9zdGFydBgDIAEoDRISCgpoZWFkX2NvdW50GAQgASgNEgsKA2F1eBgFIAEoCCLzAQoHV2VsY29tZRIgCgRyYW5rGAEgASgLMhIua3ZncnBjLnYxLlJhbmtSZWYSFwoPbWF4X2ZyYW1lX2J5dGVzGAIgASgEEiwKCWhlYXJ0YmVhdBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIvCgxpZGxlX3RpbWVvdXQYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGgoSZGF0YV9wbGFuZV9hZGRyZXNzGAUgASgMEg4KBnZlcmlmeRgGIAEoCBIiCgVwb29scxgHIAMoCzITLmt2Z3JwYy52MS5QYWdlUG9vbCIuCgdHb29kYnllEiMKB2ZhaWx1cmUYASABKAsyEi5rdmdycGMudjEuRmFpbHVyZSLVAQoKRGVjb2RlUm9vbRIQCgRyb29tGAEgASgEQgIwARIPCgdhdHRlbXB0GAIgASgNEh0KBHdhbnQYAyABKA4yDy5rdmdycGMudjEuV2FudBIUCgx0aW1lX2xlZnRfbXMYBCABKA0SEgoKZmlyc3RfcGFnZRgFIAEoDRIhCgVwYWdlcxgGIAMoCzISLmt2Z3JwYy52MS5QYWdlU2V0EiMKB2ZhaWx1cmUYByABKAsyEi5rdmdycGMudjEuRmFpbHVyZRITCgt0cmFjZXBhcmVudBgIIAEoCSLWAQoLUHJlZmlsbFJvb20SEAoEcm9vbRgBIAEoBEICMAESDwoHYXR0ZW1wdBgCIAEoDRIjCgVzdGF0ZRgDIAEoDjIULmt2Z3JwYy52MS5Sb29tU3RhdGUSIQoGd3JpdGVzGAQgASgOMhEua3ZncnBjLnYxLldyaXRlcxISCgpwYWdlc19kb25lGAUgASgNEgsKA2F1eBgGIAEoDBIjCgdmYWlsdXJlGAcgASgLMhIua3ZncnBjLnYxLkZhaWx1cmUSFgoOcGFnZV9jaGVja3N1bXMYCCABKAwilgEKDlNlc3Npb25SZXF1ZXN0Eh8KBWhlbGxvGAEgASgLMhAua3ZncnBjLnYxLkhlbGxvEiQKBXJvb21zGAIgAygLMhUua3ZncnBjLnYxLkRlY29kZVJvb20SIwoHZ29vZGJ5ZRgDIAEoCzISLmt2Z3JwYy52MS5Hb29kYnllEhgKDGZvcmdldF9yb29tcxgEIAMoBEICMAEiggEKD1Nlc3Npb25SZXNwb25zZRIjCgd3ZWxjb21lGAEgASgLMhIua3ZncnBjLnYxLldlbGNvbWUSJQoFcm9vbXMYAiADKAsyFi5rdmdycGMudjEuUHJlZmlsbFJvb20SIwoHZ29vZGJ5ZRgDIAEoCzISLmt2Z3JwYy52MS5Hb29kYnllIt4CCgdTZXNzaW9uEiAKBHBlZXIYASABKAsyEi5rdmdycGMudjEuUmFua1JlZhIPCgdhZGRyZXNzGAIgASgJEiYKBXN0YXRlGAMgASgOMhcua3ZncnBjLnYxLlNlc3Npb25TdGF0ZRISCgZzdHJlYW0YBCABKARCAjABEg0KBXJvb21zGAUgASgNEiwKCWlkbGVfdGltZRgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIVCg1wZW5kaW5nX3Jvb21zGAcgASgNEjAKDHNpbGVudF9zaW5jZRgIIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLgoLc2luY2Vfc3RhcnQYCSABKAsyGS5rdmdycGMudjEuSGFuZE9mZkZpZ3VyZXMSLgoLbGFzdF9taW51dGUYCiABKAsyGS5rdmdycGMudjEuSGFuZE9mZkZpZ3VyZXMivAEKDkhhbmRPZmZGaWd1cmVzEhUKCXN1Y2NlZWRlZBgBIAEoBEICMAESEgoGZmFpbGVkGAIgASgEQgIwARIRCgVieXRlcxgDIAEoBEICMAESJgoDcDUwGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiYKA3A5ORgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIcChRnaWdhYnl0ZXNfcGVyX3NlY29uZBgGIAEoASKIAQoIUm9vbVBhcnQSIAoEcGVlchgBIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEiMKBXN0YXRlGAIgASgOMhQua3ZncnBjLnYxLlJvb21TdGF0ZRIhCgZ3cml0ZXMYAyABKA4yES5rdmdycGMudjEuV3JpdGVzEhIKCnBhZ2VzX2RvbmUYBCABKA0i3gIKBFJvb20SEAoEcm9vbRgBIAEoBEICMAESDwoHYXR0ZW1wdBgCIAEoDRIdCgRyb2xlGAMgASgOMg8ua3ZncnBjLnYxLlJvbGUSIwoFc3RhdGUYBCABKA4yFC5rdmdycGMudjEuUm9vbVN0YXRlEiIKBXBhcnRzGAUgAygLMhMua3ZncnBjLnYxLlJvb21QYXJ0Eg0KBXBhZ2VzGAYgASgNEgwKBGhlbGQYByABKAgSFAoMbG9jYWxfaGFuZGxlGAggASgIEiYKA2FnZRgJIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIjCgdmYWlsdXJlGAogASgLMhIua3ZncnBjLnYxLkZhaWx1cmUSEwoLdHJhY2VwYXJlbnQYCyABKAkSEgoKaGVsZF9wYWdlcxgMIAEoDRIiCgNlbmQYDSABKAsyFS5rdmdycGMudjEuSGFuZE9mZkVuZCL6AQoKSGFuZE9mZkVuZBIoCgR0aW1lGAEgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIRCgVieXRlcxgCIAEoBEICMAESMQoOYm9vdHN0cmFwX3RpbWUYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SLAoJd2FpdF90aW1lGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjAKDXRyYW5zZmVyX3RpbWUYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SHAoUZ2lnYWJ5dGVzX3Blcl9zZWNvbmQYBiABKAEiPAoTTGlzdFNlc3Npb25zUmVxdWVzdBIRCglwYWdlX3NpemUYASABKA0SEgoKcGFnZV90b2tlbhgCIAEoCSJVChRMaXN0U2Vzc2lvbnNSZXNwb25zZRIkCghzZXNzaW9ucxgBIAMoCzISLmt2Z3JwYy52MS5TZXNzaW9uEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSKaAQoQTGlzdFJvb21zUmVxdWVzdBIRCglwYWdlX3NpemUYASABKA0SEgoKcGFnZV90b2tlbhgCIAEoCRIkCgZzdGF0ZXMYAyADKA4yFC5rdmdycGMudjEuUm9vbVN0YXRlEhEKCWhlbGRfb25seRgEIAEoCBIVCg1uZXdlc3RfZmFpbGVkGAUgASgIEg8KB3Nsb3dlc3QYBiABKAgiWwoRTGlzdFJvb21zUmVzcG9uc2USHgoFcm9vbXMYASADKAsyDy5rdmdycGMudjEuUm9vbRIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkSDQoFdG90YWwYAyABKA0iMwoOR2V0Um9vbVJlcXVlc3QSEAoEcm9vbRgBIAEoBEICMAESDwoHYXR0ZW1wdBgCIAEoDSIwCg9HZXRSb29tUmVzcG9uc2USHQoEcm9vbRgBIAEoCzIPLmt2Z3JwYy52MS5Sb29tIiwKB1Jvb21LZXkSEAoEcm9vbRgBIAEoBEICMAESDwoHYXR0ZW1wdBgCIAEoDSI3ChJMb2NhdGVSb29tc1JlcXVlc3QSIQoFcm9vbXMYASADKAsyEi5rdmdycGMudjEuUm9vbUtleSI4ChNMb2NhdGVSb29tc1Jlc3BvbnNlEiEKBXJvb21zGAEgAygLMhIua3ZncnBjLnYxLlJvb21LZXkiRQoRQ2FuY2VsUm9vbVJlcXVlc3QSEAoEcm9vbRgBIAEoBEICMAESDwoHYXR0ZW1wdBgCIAEoDRINCgVjYXVzZRgDIAEoCSIzChJDYW5jZWxSb29tUmVzcG9uc2USHQoEcm9vbRgBIAEoCzIPLmt2Z3JwYy52MS5Sb29tIhAKDkdldFJhbmtSZXF1ZXN0IvMBCg9HZXRSYW5rUmVzcG9uc2USIAoEcmFuaxgBIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEh0KBHJvbGUYAiABKA4yDy5rdmdycGMudjEuUm9sZRIhCgZsYXlvdXQYAyABKAsyES5rdmdycGMudjEuTGF5b3V0EiIKBXBvb2xzGAQgAygLMhMua3ZncnBjLnYxLlBhZ2VQb29sEhIKCmRhdGFfcGxhbmUYBSABKAkSFgoOYXV4X2l0ZW1fYnl0ZXMYBiADKA0SEgoKcGFnZXNfaGVsZBgHIAEoDRIYChBwYWdlc19oZWxkX2xpbWl0GAggASgNInIKC0VuZ2luZVNoYXBlEiEKBmxheW91dBgBIAEoCzIRLmt2Z3JwYy52MS5MYXlvdXQSDQoFaGVhZHMYAiABKA0SDgoGbGF5ZXJzGAMgASgNEgwKBGF4ZXMYBCABKAkSEwoLcGFnZV90b2tlbnMYBSABKA0iZQoSR2V0VG9wb2xvZ3lSZXF1ZXN0EicKB3ByZWZpbGwYASABKAsyFi5rdmdycGMudjEuRW5naW5lU2hhcGUSJgoGZGVjb2RlGAIgASgLMhYua3ZncnBjLnYxLkVuZ2luZVNoYXBlIpMBCghPd2VkUGFydBIiCgdwcmVmaWxsGAEgASgLMhEua3ZncnBjLnYxLlJhbmtJZBIhCgZkZWNvZGUYAiABKAsyES5rdmdycGMudjEuUmFua0lkEiIKBHBhcnQYAyABKAsyFC5rdmdycGMudjEuQ2FjaGVQYXJ0EhwKFGRlc2NyaXB0b3JzX3Blcl9wYWdlGAQgASgNIjkKE0dldFRvcG9sb2d5UmVzcG9uc2USIgoFcGFydHMYASADKAsyEy5rdmdycGMudjEuT3dlZFBhcnQqXwoEV2FudBIUChBXQU5UX1VOU1BFQ0lGSUVEEAASEQoNV0FOVF9BTk5PVU5DRRABEg4KCldBTlRfV1JJVEUQAhINCglXQU5UX1NUT1AQAxIPCgtXQU5UX0ZPUkdFVBAEKrMBCglSb29tU3RhdGUSGgoWUk9PTV9TVEFURV9VTlNQRUNJRklFRBAAEhwKGFJPT01fU1RBVEVfQk9PVFNUUkFQUElORxABEiAKHFJPT01fU1RBVEVfV0FJVElOR19GT1JfSU5QVVQQAhIbChdST09NX1NUQVRFX1RSQU5TRkVSUklORxADEhYKElJPT01fU1RBVEVfU1VDQ0VTUxAEEhUKEVJPT01fU1RBVEVfRkFJTEVEEAUqbQoGV3JpdGVzEhYKEldSSVRFU19VTlNQRUNJRklFRBAAEg8KC1dSSVRFU19PUEVOEAESEgoOV1JJVEVTX1VOS05PV04QAhISCg5XUklURVNfU1RPUFBFRBADEhIKDldSSVRFU19TRVRUTEVEEAQqxwEKDFNlc3Npb25TdGF0ZRIdChlTRVNTSU9OX1NUQVRFX1VOU1BFQ0lGSUVEEAASHAoYU0VTU0lPTl9TVEFURV9DT05ORUNUSU5HEAESFgoSU0VTU0lPTl9TVEFURV9PUEVOEAISGAoUU0VTU0lPTl9TVEFURV9CUk9LRU4QAxIWChJTRVNTSU9OX1NUQVRFX0xPU1QQBBIWChJTRVNTSU9OX1NUQVRFX0RFQUQQBRIYChRTRVNTSU9OX1NUQVRFX1NJTEVOVBAGMv4ECg9UcmFuc2ZlclNlcnZpY2USRAoHU2Vzc2lvbhIZLmt2Z3JwYy52MS5TZXNzaW9uUmVxdWVzdBoaLmt2Z3JwYy52MS5TZXNzaW9uUmVzcG9uc2UoATABElQKDExpc3RTZXNzaW9ucxIeLmt2Z3JwYy52MS5MaXN0U2Vzc2lvbnNSZXF1ZXN0Gh8ua3ZncnBjLnYxLkxpc3RTZXNzaW9uc1Jlc3BvbnNlIgOQAgESSwoJTGlzdFJvb21zEhsua3ZncnBjLnYxLkxpc3RSb29tc1JlcXVlc3QaHC5rdmdycGMudjEuTGlzdFJvb21zUmVzcG9uc2UiA5ACARJFCgdHZXRSb29tEhkua3ZncnBjLnYxLkdldFJvb21SZXF1ZXN0Ghoua3ZncnBjLnYxLkdldFJvb21SZXNwb25zZSIDkAIBElEKC0xvY2F0ZVJvb21zEh0ua3ZncnBjLnYxLkxvY2F0ZVJvb21zUmVxdWVzdBoeLmt2Z3JwYy52MS5Mb2NhdGVSb29tc1Jlc3BvbnNlIgOQAgESTgoKQ2FuY2VsUm9vbRIcLmt2Z3JwYy52MS5DYW5jZWxSb29tUmVxdWVzdBodLmt2Z3JwYy52MS5DYW5jZWxSb29tUmVzcG9uc2UiA5ACAhJFCgdHZXRSYW5rEhkua3ZncnBjLnYxLkdldFJhbmtSZXF1ZXN0Ghoua3ZncnBjLnYxLkdldFJhbmtSZXNwb25zZSIDkAIBElEKC0dldFRvcG9sb2d5Eh0ua3ZncnBjLnYxLkdldFRvcG9sb2d5UmVxdWVzdBoeLmt2Z3JwYy52MS5HZXRUb3BvbG9neVJlc3BvbnNlIgOQAgFCPwoNZGV2Lmt2Z3JwYy52MVABWiBrdmdycGMuZGV2L2dvL2t2Z3JwYy92MTtrdmdycGN2MaoCCUt2Z3JwYy5WMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_kvgrpc_v1_common]);
 
 /**
  * First message of a session.
@@ -538,6 +538,20 @@ export type Session = Message<"kvgrpc.v1.Session"> & {
    * @generated from field: google.protobuf.Timestamp silent_since = 8;
    */
   silentSince?: Timestamp | undefined;
+
+  /**
+   * Its hand-offs that ended, since the pair stands.
+   *
+   * @generated from field: kvgrpc.v1.HandOffFigures since_start = 9;
+   */
+  sinceStart?: HandOffFigures | undefined;
+
+  /**
+   * Those of the last 50 to 60 seconds.
+   *
+   * @generated from field: kvgrpc.v1.HandOffFigures last_minute = 10;
+   */
+  lastMinute?: HandOffFigures | undefined;
 };
 
 /**
@@ -546,6 +560,65 @@ export type Session = Message<"kvgrpc.v1.Session"> & {
  */
 export const SessionSchema: GenMessage<Session> = /*@__PURE__*/
   messageDesc(file_kvgrpc_v1_transfer_service, 8);
+
+/**
+ * What hand-offs came to, for people. A hand-off of several parts counts at each of its pairs, with an equal share of its
+ * bytes.
+ *
+ * @generated from message kvgrpc.v1.HandOffFigures
+ */
+export type HandOffFigures = Message<"kvgrpc.v1.HandOffFigures"> & {
+  /**
+   * Went well.
+   *
+   * @generated from field: uint64 succeeded = 1 [jstype = JS_STRING];
+   */
+  succeeded: string;
+
+  /**
+   * Failed, or were cancelled.
+   *
+   * @generated from field: uint64 failed = 2 [jstype = JS_STRING];
+   */
+  failed: string;
+
+  /**
+   * Of the pages of those that went well.
+   *
+   * @generated from field: uint64 bytes = 3 [jstype = JS_STRING];
+   */
+  bytes: string;
+
+  /**
+   * Half of them took no longer, from the engine's handle to SUCCESS, to within 5 %. Absent before the first.
+   *
+   * @generated from field: google.protobuf.Duration p50 = 4;
+   */
+  p50?: Duration | undefined;
+
+  /**
+   * 99 of 100 took no longer. Absent before the first.
+   *
+   * @generated from field: google.protobuf.Duration p99 = 5;
+   */
+  p99?: Duration | undefined;
+
+  /**
+   * Bytes over the sum of the times in which pages of one hand-off moved, in 10^9 a second: the speed of one hand-off, not
+   * of all at once. At prefill that is the data plane and, between chunks, the computing; at decode also the time until
+   * prefill had computed.
+   *
+   * @generated from field: double gigabytes_per_second = 6;
+   */
+  gigabytesPerSecond: number;
+};
+
+/**
+ * Describes the message kvgrpc.v1.HandOffFigures.
+ * Use `create(HandOffFiguresSchema)` to create a new message.
+ */
+export const HandOffFiguresSchema: GenMessage<HandOffFigures> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_transfer_service, 9);
 
 /**
  * One part of a room, for people.
@@ -587,7 +660,7 @@ export type RoomPart = Message<"kvgrpc.v1.RoomPart"> & {
  * Use `create(RoomPartSchema)` to create a new message.
  */
 export const RoomPartSchema: GenMessage<RoomPart> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 9);
+  messageDesc(file_kvgrpc_v1_transfer_service, 10);
 
 /**
  * One hand-off, for people.
@@ -671,6 +744,20 @@ export type Room = Message<"kvgrpc.v1.Room"> & {
    * @generated from field: string traceparent = 11;
    */
   traceparent: string;
+
+  /**
+   * Pages that wait for evidence.
+   *
+   * @generated from field: uint32 held_pages = 12;
+   */
+  heldPages: number;
+
+  /**
+   * How it came to its end, once SUCCESS, while it is among the last 256 of this rank.
+   *
+   * @generated from field: kvgrpc.v1.HandOffEnd end = 13;
+   */
+  end?: HandOffEnd | undefined;
 };
 
 /**
@@ -678,7 +765,63 @@ export type Room = Message<"kvgrpc.v1.Room"> & {
  * Use `create(RoomSchema)` to create a new message.
  */
 export const RoomSchema: GenMessage<Room> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 10);
+  messageDesc(file_kvgrpc_v1_transfer_service, 11);
+
+/**
+ * How a hand-off that went well came to its end, for people.
+ *
+ * @generated from message kvgrpc.v1.HandOffEnd
+ */
+export type HandOffEnd = Message<"kvgrpc.v1.HandOffEnd"> & {
+  /**
+   * When, by this host's clock.
+   *
+   * @generated from field: google.protobuf.Timestamp time = 1;
+   */
+  time?: Timestamp | undefined;
+
+  /**
+   * Of its pages here.
+   *
+   * @generated from field: uint64 bytes = 2 [jstype = JS_STRING];
+   */
+  bytes: string;
+
+  /**
+   * From the engine's handle until both sides were known.
+   *
+   * @generated from field: google.protobuf.Duration bootstrap_time = 3;
+   */
+  bootstrapTime?: Duration | undefined;
+
+  /**
+   * From then until there were pages to move: at decode the engine's destination, at prefill the first that were computed.
+   *
+   * @generated from field: google.protobuf.Duration wait_time = 4;
+   */
+  waitTime?: Duration | undefined;
+
+  /**
+   * From then until all had moved and the end was known here.
+   *
+   * @generated from field: google.protobuf.Duration transfer_time = 5;
+   */
+  transferTime?: Duration | undefined;
+
+  /**
+   * Bytes over transfer_time, in 10^9 a second.
+   *
+   * @generated from field: double gigabytes_per_second = 6;
+   */
+  gigabytesPerSecond: number;
+};
+
+/**
+ * Describes the message kvgrpc.v1.HandOffEnd.
+ * Use `create(HandOffEndSchema)` to create a new message.
+ */
+export const HandOffEndSchema: GenMessage<HandOffEnd> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_transfer_service, 12);
 
 /**
  * Request of ListSessions.
@@ -706,7 +849,7 @@ export type ListSessionsRequest = Message<"kvgrpc.v1.ListSessionsRequest"> & {
  * Use `create(ListSessionsRequestSchema)` to create a new message.
  */
 export const ListSessionsRequestSchema: GenMessage<ListSessionsRequest> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 11);
+  messageDesc(file_kvgrpc_v1_transfer_service, 13);
 
 /**
  * Response of ListSessions.
@@ -734,7 +877,7 @@ export type ListSessionsResponse = Message<"kvgrpc.v1.ListSessionsResponse"> & {
  * Use `create(ListSessionsResponseSchema)` to create a new message.
  */
 export const ListSessionsResponseSchema: GenMessage<ListSessionsResponse> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 12);
+  messageDesc(file_kvgrpc_v1_transfer_service, 14);
 
 /**
  * Request of ListRooms.
@@ -776,6 +919,13 @@ export type ListRoomsRequest = Message<"kvgrpc.v1.ListRoomsRequest"> & {
    * @generated from field: bool newest_failed = 5;
    */
   newestFailed: boolean;
+
+  /**
+   * True for the last 256 that went well, the slowest first: one page, without states, held_only, newest_failed and token.
+   *
+   * @generated from field: bool slowest = 6;
+   */
+  slowest: boolean;
 };
 
 /**
@@ -783,7 +933,7 @@ export type ListRoomsRequest = Message<"kvgrpc.v1.ListRoomsRequest"> & {
  * Use `create(ListRoomsRequestSchema)` to create a new message.
  */
 export const ListRoomsRequestSchema: GenMessage<ListRoomsRequest> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 13);
+  messageDesc(file_kvgrpc_v1_transfer_service, 15);
 
 /**
  * Response of ListRooms.
@@ -806,7 +956,7 @@ export type ListRoomsResponse = Message<"kvgrpc.v1.ListRoomsResponse"> & {
   nextPageToken: string;
 
   /**
-   * Rooms there are, of every state, and the last that failed.
+   * Rooms there are, of every state, the last that went well or failed among them.
    *
    * @generated from field: uint32 total = 3;
    */
@@ -818,7 +968,7 @@ export type ListRoomsResponse = Message<"kvgrpc.v1.ListRoomsResponse"> & {
  * Use `create(ListRoomsResponseSchema)` to create a new message.
  */
 export const ListRoomsResponseSchema: GenMessage<ListRoomsResponse> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 14);
+  messageDesc(file_kvgrpc_v1_transfer_service, 16);
 
 /**
  * Request of GetRoom.
@@ -846,7 +996,7 @@ export type GetRoomRequest = Message<"kvgrpc.v1.GetRoomRequest"> & {
  * Use `create(GetRoomRequestSchema)` to create a new message.
  */
 export const GetRoomRequestSchema: GenMessage<GetRoomRequest> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 15);
+  messageDesc(file_kvgrpc_v1_transfer_service, 17);
 
 /**
  * Response of GetRoom.
@@ -867,7 +1017,7 @@ export type GetRoomResponse = Message<"kvgrpc.v1.GetRoomResponse"> & {
  * Use `create(GetRoomResponseSchema)` to create a new message.
  */
 export const GetRoomResponseSchema: GenMessage<GetRoomResponse> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 16);
+  messageDesc(file_kvgrpc_v1_transfer_service, 18);
 
 /**
  * Names one hand-off.
@@ -895,7 +1045,7 @@ export type RoomKey = Message<"kvgrpc.v1.RoomKey"> & {
  * Use `create(RoomKeySchema)` to create a new message.
  */
 export const RoomKeySchema: GenMessage<RoomKey> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 17);
+  messageDesc(file_kvgrpc_v1_transfer_service, 19);
 
 /**
  * Request of LocateRooms.
@@ -916,7 +1066,7 @@ export type LocateRoomsRequest = Message<"kvgrpc.v1.LocateRoomsRequest"> & {
  * Use `create(LocateRoomsRequestSchema)` to create a new message.
  */
 export const LocateRoomsRequestSchema: GenMessage<LocateRoomsRequest> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 18);
+  messageDesc(file_kvgrpc_v1_transfer_service, 20);
 
 /**
  * Response of LocateRooms.
@@ -937,7 +1087,7 @@ export type LocateRoomsResponse = Message<"kvgrpc.v1.LocateRoomsResponse"> & {
  * Use `create(LocateRoomsResponseSchema)` to create a new message.
  */
 export const LocateRoomsResponseSchema: GenMessage<LocateRoomsResponse> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 19);
+  messageDesc(file_kvgrpc_v1_transfer_service, 21);
 
 /**
  * Request of CancelRoom.
@@ -972,7 +1122,7 @@ export type CancelRoomRequest = Message<"kvgrpc.v1.CancelRoomRequest"> & {
  * Use `create(CancelRoomRequestSchema)` to create a new message.
  */
 export const CancelRoomRequestSchema: GenMessage<CancelRoomRequest> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 20);
+  messageDesc(file_kvgrpc_v1_transfer_service, 22);
 
 /**
  * Response of CancelRoom.
@@ -993,7 +1143,7 @@ export type CancelRoomResponse = Message<"kvgrpc.v1.CancelRoomResponse"> & {
  * Use `create(CancelRoomResponseSchema)` to create a new message.
  */
 export const CancelRoomResponseSchema: GenMessage<CancelRoomResponse> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 21);
+  messageDesc(file_kvgrpc_v1_transfer_service, 23);
 
 /**
  * Request of GetRank.
@@ -1008,7 +1158,7 @@ export type GetRankRequest = Message<"kvgrpc.v1.GetRankRequest"> & {
  * Use `create(GetRankRequestSchema)` to create a new message.
  */
 export const GetRankRequestSchema: GenMessage<GetRankRequest> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 22);
+  messageDesc(file_kvgrpc_v1_transfer_service, 24);
 
 /**
  * Response of GetRank.
@@ -1078,7 +1228,7 @@ export type GetRankResponse = Message<"kvgrpc.v1.GetRankResponse"> & {
  * Use `create(GetRankResponseSchema)` to create a new message.
  */
 export const GetRankResponseSchema: GenMessage<GetRankResponse> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 23);
+  messageDesc(file_kvgrpc_v1_transfer_service, 25);
 
 /**
  * What a topology depends on, of one engine.
@@ -1127,7 +1277,7 @@ export type EngineShape = Message<"kvgrpc.v1.EngineShape"> & {
  * Use `create(EngineShapeSchema)` to create a new message.
  */
 export const EngineShapeSchema: GenMessage<EngineShape> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 24);
+  messageDesc(file_kvgrpc_v1_transfer_service, 26);
 
 /**
  * Request of GetTopology.
@@ -1155,7 +1305,7 @@ export type GetTopologyRequest = Message<"kvgrpc.v1.GetTopologyRequest"> & {
  * Use `create(GetTopologyRequestSchema)` to create a new message.
  */
 export const GetTopologyRequestSchema: GenMessage<GetTopologyRequest> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 25);
+  messageDesc(file_kvgrpc_v1_transfer_service, 27);
 
 /**
  * What one rank owes another.
@@ -1197,7 +1347,7 @@ export type OwedPart = Message<"kvgrpc.v1.OwedPart"> & {
  * Use `create(OwedPartSchema)` to create a new message.
  */
 export const OwedPartSchema: GenMessage<OwedPart> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 26);
+  messageDesc(file_kvgrpc_v1_transfer_service, 28);
 
 /**
  * Response of GetTopology.
@@ -1218,7 +1368,7 @@ export type GetTopologyResponse = Message<"kvgrpc.v1.GetTopologyResponse"> & {
  * Use `create(GetTopologyResponseSchema)` to create a new message.
  */
 export const GetTopologyResponseSchema: GenMessage<GetTopologyResponse> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_transfer_service, 27);
+  messageDesc(file_kvgrpc_v1_transfer_service, 29);
 
 /**
  * What decode wants of a room; it only rises.
@@ -1467,8 +1617,8 @@ export const TransferService: GenService<{
     output: typeof ListSessionsResponseSchema;
   },
   /**
-   * Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
-   * that failed stay. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
+   * Lists the rooms of this rank, paged, ordered by room and attempt. The last 256 that went well stay, and the last 256
+   * that failed. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
    * Roles: rank, operator. Errors: INVALID_REQUEST.
    *
    * @generated from rpc kvgrpc.v1.TransferService.ListRooms

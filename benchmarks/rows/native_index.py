@@ -1,0 +1,166 @@
+"""index.native.*: the index in Rust beside the one in Python, over one made-up fleet, asked by a program in Rust."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from benchmarks.harness.plan import Plan
+from benchmarks.harness.rounds import Benchmark, Figures
+from benchmarks.harness.table import Metric, Target
+from kvgrpc.client import SyncClient
+from kvgrpc.v1 import index_service_pb2 as pb
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+BUILT = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / ".cache/rust")) / "release"
+PROGRAMS = {"index": BUILT / "kvgrpc-index", "fleet": BUILT / "examples/fleet", "ask": BUILT / "examples/ask"}
+SCORE, BATCH, MEMORY = "index.native.score", "index.native.batch16", "index.native.memory"
+BASELINE = "kvgrpc serve index"
+ENGINES, BATCHES_A_SECOND, TASKS, BEST = 64, 2_000, 4, 8
+LOAD_SECONDS = 300.0
+# Half of what each is to answer in a second.
+PACED = {SCORE: (2_500, 250), BATCH: (10_000, 500)}
+
+
+def benchmarks(plan: Plan) -> list[Benchmark]:
+    blocks, seconds = plan.native_index_blocks, plan.native_index_seconds
+    missing = "" if all(path.exists() for path in PROGRAMS.values()) else "not built: make native"
+    sides = {"missing": missing, "warm_ups": 0}
+    return [
+        Benchmark(
+            metrics=(
+                Metric(SCORE, "queries/s", "higher", BASELINE, Target(value=5_000)),
+                Metric(f"{SCORE}.p99_paced", "us", "lower", BASELINE, Target(value=1_000)),
+            ),
+            ours=lambda: Asked(native, SCORE, 1, blocks, seconds, PACED[SCORE][0]),
+            baseline=lambda: Asked(in_python, SCORE, 1, blocks, seconds, PACED[SCORE][1]),
+            **sides,  # type: ignore[arg-type]
+        ),
+        Benchmark(
+            metrics=(
+                Metric(BATCH, "queries/s", "higher", BASELINE, Target(value=20_000)),
+                Metric(f"{BATCH}.p99_paced", "us", "lower", BASELINE, Target(value=1_000)),
+            ),
+            ours=lambda: Asked(native, BATCH, 16, blocks, seconds, PACED[BATCH][0]),
+            baseline=lambda: Asked(in_python, BATCH, 16, blocks, seconds, PACED[BATCH][1]),
+            **sides,  # type: ignore[arg-type]
+        ),
+        Benchmark(
+            metrics=(Metric(MEMORY, "B/block", "lower", BASELINE, Target(value=64)),),
+            ours=lambda: Grown(native, blocks),
+            baseline=lambda: Grown(in_python, blocks),
+            **sides,  # type: ignore[arg-type]
+        ),
+    ]
+
+
+class Program:
+    """A process that says its address in its first line, last word."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self._process.stdout is not None
+        self.address = self._process.stdout.readline().split()[-1]
+
+    def rss(self) -> int:
+        return int(psutil.Process(self._process.pid).memory_info().rss)
+
+    def end(self, seconds: float) -> None:
+        """As an operator ends it."""
+        self._process.terminate()
+        self._process.wait(seconds)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+Start = Callable[..., Program]
+
+
+def native(source: str, *more: str) -> Program:
+    return Program([str(PROGRAMS["index"]), "--listen", "127.0.0.1:0", "--source", source, *more])
+
+
+def in_python(source: str, *more: str) -> Program:
+    command = [str(ROOT / ".venv/bin/python"), "-m", "kvgrpc", "serve", "index", "--listen", "127.0.0.1:0"]
+    return Program([*command, "--source", source, *more])
+
+
+def fleet(blocks: int, batches_a_second: int, layout: str, engines: int = ENGINES) -> Program:
+    return Program([str(PROGRAMS["fleet"]), str(engines), str(blocks), str(batches_a_second), layout])
+
+
+def standing(client: SyncClient) -> tuple[int, int]:
+    """Of how many caches blocks are told, and how many are exact at some sequence that is not old."""
+    found = client.list_sources()
+    exact = (pb.INDEX_SOURCE_STATE_CURRENT, pb.INDEX_SOURCE_STATE_CATCHING_UP)
+    return sum(bool(source.blocks) for source in found), sum(source.freshness.state in exact for source in found)
+
+
+def until_current(address: str) -> None:
+    with SyncClient(address) as client:
+        wait_until(lambda: standing(client)[1] == ENGINES, LOAD_SECONDS)
+
+
+class Asked:
+    """An index of a fleet that goes on, asked as fast as can be and then at even distances."""
+
+    def __init__(self, start: Start, name: str, batch: int, blocks: int, seconds: float, pace: int) -> None:
+        self._fleet = fleet(blocks, BATCHES_A_SECOND, "chains")
+        self._index = start(self._fleet.address)
+        self._name, self._batch, self._blocks, self._seconds, self._pace = name, batch, blocks, seconds, pace
+        until_current(self._index.address)
+
+    def turn(self) -> Figures:
+        fast, paced = self._ask(0), self._ask(self._pace)
+        return {self._name: fast["questions"], f"{self._name}.p99_paced": paced["p99"]}
+
+    def _ask(self, rate: int) -> dict[str, float]:
+        words = (ENGINES, self._blocks, self._batch, BEST, self._seconds, TASKS, rate)
+        command = [str(PROGRAMS["ask"]), self._index.address, *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60 + 2 * self._seconds)
+        if done.returncode:
+            raise AssertionError(done.stderr)
+        return dict(json.loads(done.stdout))
+
+    def peak_rss(self) -> int:
+        return self._index.rss()
+
+    def close(self) -> None:
+        self._index.close()
+        self._fleet.close()
+
+
+class Grown:
+    """By how much an index grows for each distinct block, of which half of the engines have each."""
+
+    def __init__(self, start: Start, blocks: int) -> None:
+        self._start, self._blocks, self._highest = start, blocks, 0
+
+    def turn(self) -> Figures:
+        few = self._rss(1_024)
+        many = self._rss(self._blocks)
+        self._highest = max(self._highest, many)
+        return {MEMORY: (many - few) / (2 * (self._blocks - 1_024))}
+
+    def _rss(self, blocks: int) -> int:
+        made = fleet(blocks, 0, "half")
+        index = self._start(made.address)
+        try:
+            until_current(index.address)
+            return index.rss()
+        finally:
+            index.close()
+            made.close()
+
+    def peak_rss(self) -> int:
+        return self._highest
+
+    def close(self) -> None: ...

@@ -1,0 +1,144 @@
+//! A made-up fleet for benchmarks: `fleet ENGINES BLOCKS BATCHES_PER_SECOND (chains|half)`. One process serves the streams of
+//! all engines: snapshots of so many blocks each, and batches that were made beforehand.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvgrpc::pb::event_service_server::{EventService, EventServiceServer};
+use kvgrpc::pb::{self, watch_response::Kind, WatchMode, WatchResponse};
+use tokio::net::TcpListener;
+use tokio::sync::mpsc::Sender;
+use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
+use tonic::{Request, Response, Status};
+
+#[path = "support/layout.rs"]
+mod layout;
+
+use layout::{engine_name, Layout};
+
+const BLOCKS_OF_A_PART: usize = 8192;
+/// Batches of one engine, told again and again.
+const MADE: u64 = 256;
+const BLOCKS_OF_A_BATCH: u64 = 8;
+
+struct Fleet {
+    layout: Layout,
+    every: Option<Duration>,
+    batches: Vec<Vec<Vec<u8>>>,
+}
+
+type Told = Result<WatchResponse, Status>;
+
+#[tonic::async_trait]
+impl EventService for Serving {
+    type WatchStream = Pin<Box<dyn tokio_stream::Stream<Item = Told> + Send>>;
+
+    async fn list_streams(
+        &self,
+        _: Request<pb::ListStreamsRequest>,
+    ) -> Result<Response<pb::ListStreamsResponse>, Status> {
+        let streams = (0..self.0.layout.engines).map(stream_of).collect();
+        Ok(Response::new(pb::ListStreamsResponse { streams, ..Default::default() }))
+    }
+
+    async fn watch(&self, request: Request<pb::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        let request = request.into_inner();
+        let number = request.engine.trim_start_matches("engine").parse::<u64>();
+        let engine = number.map_err(|_| Status::not_found("no such engine"))?;
+        if request.mode() != WatchMode::Snapshot {
+            return Err(Status::unimplemented("snapshots only"));
+        }
+        let (say, said) = tokio::sync::mpsc::channel(4);
+        tokio::spawn(tell(self.0.clone(), engine, say));
+        Ok(Response::new(Box::pin(ReceiverStream::new(said))))
+    }
+}
+
+struct Serving(Arc<Fleet>);
+
+fn stream_of(engine: u64) -> pb::EventStream {
+    pb::EventStream { engine: engine_name(engine), log_id: format!("{engine:032x}"), ..Default::default() }
+}
+
+/// Says all of one stream until nobody listens.
+async fn tell(fleet: Arc<Fleet>, engine: u64, say: Sender<Told>) -> Option<()> {
+    let said = |kind| Ok(WatchResponse { kind: Some(kind) });
+    say.send(said(Kind::Begin(pb::WatchBegin { stream: Some(stream_of(engine)), first_sequence: 0 }))).await.ok()?;
+    let blocks = fleet.layout.blocks_of(engine);
+    let parts = blocks.chunks(BLOCKS_OF_A_PART).count();
+    for (at, part) in blocks.chunks(BLOCKS_OF_A_PART).enumerate() {
+        let payloads = vec![batch(&[], part, 0)];
+        let part = pb::SnapshotPart { index: at as u32, last: at + 1 == parts, payloads, ..Default::default() };
+        say.send(said(Kind::Snapshot(part))).await.ok()?;
+    }
+    let (mut next, mut beat) = (0_u64, tokio::time::interval(Duration::from_secs(1)));
+    let mut pace = tokio::time::interval(fleet.every.unwrap_or(Duration::from_secs(3600)));
+    loop {
+        tokio::select! {
+            _ = beat.tick() => {
+                let heartbeat = pb::WatchHeartbeat { next_sequence: next, state: None, load: None };
+                say.send(said(Kind::Heartbeat(heartbeat))).await.ok()?;
+            }
+            _ = pace.tick(), if fleet.every.is_some() => {
+                let payloads = vec![fleet.batches[engine as usize][(next % MADE) as usize].clone()];
+                say.send(said(Kind::Raw(pb::RawBatches { first_sequence: next, payloads }))).await.ok()?;
+                next += 1;
+            }
+        }
+    }
+}
+
+/// [1.0, [["BlockRemoved", gone, "GPU"], ["BlockStored", stored, nil, tokens, 16, nil, "GPU"]], 0]
+fn batch(gone: &[u64], stored: &[u64], tokens: u16) -> Vec<u8> {
+    let mut out = vec![0x93, 0xcb, 0x3f, 0xf0, 0, 0, 0, 0, 0, 0, 0x92, 0x93];
+    text(&mut out, "BlockRemoved");
+    hashes(&mut out, gone);
+    text(&mut out, "GPU");
+    out.push(0x97);
+    text(&mut out, "BlockStored");
+    hashes(&mut out, stored);
+    out.extend([0xc0, 0xdc]);
+    out.extend(tokens.to_be_bytes());
+    out.extend(std::iter::repeat_n(7, usize::from(tokens)));
+    out.extend([16, 0xc0]);
+    text(&mut out, "GPU");
+    out.push(0);
+    out
+}
+
+fn text(out: &mut Vec<u8>, text: &str) {
+    out.push(0xa0 | text.len() as u8);
+    out.extend(text.as_bytes());
+}
+
+fn hashes(out: &mut Vec<u8>, hashes: &[u64]) {
+    out.push(0xdd);
+    out.extend((hashes.len() as u32).to_be_bytes());
+    for hash in hashes {
+        out.push(0xcf);
+        out.extend(hash.to_be_bytes());
+    }
+}
+
+/// Each stores 8 blocks, and removes those that the one before it stored.
+fn made(engine: u64) -> Vec<Vec<u8>> {
+    let key = |at: u64, block: u64| layout::mix((1 << 62) | (engine << 40) | ((at % MADE) * BLOCKS_OF_A_BATCH + block));
+    let of = |at: u64| (0..BLOCKS_OF_A_BATCH).map(|block| key(at, block)).collect::<Vec<_>>();
+    (0..MADE).map(|at| batch(&of(at + MADE - 1), &of(at), 16 * BLOCKS_OF_A_BATCH as u16)).collect()
+}
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [engines, blocks, rate, layout] = arguments.as_slice() else { return Err("ENGINES BLOCKS RATE LAYOUT".into()) };
+    let layout = Layout { engines: engines.parse()?, blocks: blocks.parse()?, halves: layout == "half" };
+    let rate: f64 = rate.parse()?;
+    let every = (rate > 0.0).then(|| Duration::from_secs_f64(layout.engines as f64 / rate));
+    let fleet = Fleet { every, batches: (0..layout.engines).map(made).collect(), layout };
+    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    println!("{}", listener.local_addr()?);
+    let service = EventServiceServer::new(Serving(Arc::new(fleet)));
+    let server = tonic::transport::Server::builder().tcp_nodelay(true).add_service(service);
+    Ok(server.serve_with_incoming(TcpListenerStream::new(listener)).await?)
+}

@@ -1,0 +1,229 @@
+//! `kvgrpc-index`: who holds the beginning of a request, for routers. The contract of `kvgrpc serve index`, served natively.
+
+mod admission;
+mod proof;
+mod refusals;
+mod service;
+mod status;
+
+use std::future::Future;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use clap::Parser;
+use kvgrpc::pb::index_service_server::IndexServiceServer;
+use kvgrpc::pb::server_service_server::ServerServiceServer;
+use kvgrpc::{Dialer, IndexOptions, Options, PrefixIndex};
+use tokio::net::TcpListener;
+use tokio::signal::unix::{signal, SignalKind};
+use tokio_stream::wrappers::TcpListenerStream;
+use tonic::server::NamedService;
+use tonic::transport::{Certificate, ClientTlsConfig, Identity, Server, ServerTlsConfig};
+use tonic_health::server::HealthReporter;
+use tonic_health::ServingStatus;
+
+use crate::admission::Admission;
+use crate::proof::Proof;
+use crate::service::Index;
+use crate::status::{Status, LOOK_INTERVAL};
+
+/// What a question may take: 65,536 blocks, names of 1,024 engines.
+const LARGEST_REQUEST: usize = (4 << 20) + (64 << 10);
+const LARGEST_HEAD: u32 = 16 << 10;
+const MAX_CALLS_OF_A_CONNECTION: u32 = 256;
+/// Of a call, its request included: who says more slowly what he asks is not waited for.
+const LONGEST_CALL: Duration = Duration::from_secs(60);
+const LONGEST_HANDSHAKE: Duration = Duration::from_secs(10);
+/// Others see that it drains, and ask elsewhere.
+const LAST_CALLS: Duration = Duration::from_millis(500);
+const SAVE_AT_END: Duration = Duration::from_secs(5);
+
+/// Follows the caches of many engines, and tells routers who holds the beginning of a request.
+#[derive(Parser)]
+#[command(version)]
+struct Arguments {
+    /// HOST:PORT (port 0: a free one).
+    #[arg(long, default_value = "127.0.0.1:8997", env = "KVGRPC_LISTEN")]
+    listen: String,
+    /// Follow every engine that this registry lists (replicas: with commas).
+    #[arg(long, default_value = "", env = "KVGRPC_REGISTRY")]
+    registry: String,
+    /// Follow the streams of the rank at this HOST:PORT; may be repeated.
+    #[arg(long = "source")]
+    sources: Vec<String>,
+    /// Serve TLS with this certificate (PEM).
+    #[arg(long, env = "KVGRPC_CERT_FILE", requires = "key_file")]
+    cert_file: Option<String>,
+    /// Key of the certificate.
+    #[arg(long, env = "KVGRPC_KEY_FILE", requires = "cert_file")]
+    key_file: Option<String>,
+    /// Callers prove a secret of this file: a line each, ROLE [NAME]:SECRET with rank, consumer or operator.
+    #[arg(long, env = "KVGRPC_TOKENS_FILE")]
+    tokens_file: Option<String>,
+    /// Tokens may name these: addresses by which clients dial it, besides --listen.
+    #[arg(long, value_delimiter = ',', env = "KVGRPC_AUDIENCE")]
+    audience: Vec<String>,
+    /// Call ranks with TLS; who signs them.
+    #[arg(long, env = "KVGRPC_CA_FILE")]
+    ca_file: Option<String>,
+    /// Call ranks with the secret in this file.
+    #[arg(long, env = "KVGRPC_TOKEN_FILE")]
+    token_file: Option<String>,
+    /// Save what it knows there, and go on from it at a start.
+    #[arg(long)]
+    saved: Option<PathBuf>,
+    /// HOST:PORT of /metrics, /livez and /readyz, over plain HTTP and without names.
+    #[arg(long, env = "KVGRPC_METRICS_LISTEN")]
+    metrics_listen: Option<String>,
+    /// Plaintext on an address that others reach, and tokens in it, are meant.
+    #[arg(long, env = "KVGRPC_INSECURE")]
+    insecure: bool,
+}
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    match serve(Arguments::parse()).await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(why) => {
+            eprintln!("kvgrpc-index: {why}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn serve(arguments: Arguments) -> Result<(), String> {
+    let listen = resolved(&arguments.listen).await?;
+    check_reach(&arguments, listen)?;
+    let listener = TcpListener::bind(listen).await.map_err(|error| format!("listen: {listen}: {error}"))?;
+    let bound = listener.local_addr().map_err(|error| error.to_string())?;
+    let proof = Proof::new(arguments.tokens_file.clone(), &arguments.listen, bound, &arguments.audience)?;
+    let index = Index {
+        index: Arc::new(PrefixIndex::new(options(&arguments)?).map_err(|error| error.to_string())?),
+        draining: Arc::new(AtomicBool::new(false)),
+        counts: Arc::default(),
+        began: SystemTime::now(),
+    };
+    let status = Status::new(index.index.clone(), index.counts.clone(), index.draining.clone());
+    if let Some(listen) = &arguments.metrics_listen {
+        let listener = TcpListener::bind(resolved(listen).await?).await;
+        let listener = listener.map_err(|error| format!("metrics-listen: {listen}: {error}"))?;
+        println!("metrics at {}", listener.local_addr().map_err(|error| error.to_string())?);
+        tokio::spawn(status.clone().serve(listener));
+    }
+    let scores = IndexServiceServer::new(index.clone()).max_decoding_message_size(LARGEST_REQUEST);
+    let info = ServerServiceServer::new(index.clone());
+    let (health, health_service) = tonic_health::server::health_reporter();
+    health.set_not_serving::<IndexServiceServer<Index>>().await;
+    health.set_serving::<ServerServiceServer<Index>>().await;
+    health.set_service_status("", ServingStatus::NotServing).await;
+    let looking = tokio::spawn(tell_health(status, health.clone()));
+    let server = builder(&arguments)?
+        .layer(Admission::new(proof))
+        .add_service(scores)
+        .add_service(info)
+        .add_service(health_service);
+    // Whoever reads where it listens may end it at once.
+    let stopped = stopped().map_err(|error| error.to_string())?;
+    println!("kvgrpc index listens on {bound}");
+    let until_signal = async {
+        stopped.await;
+        index.draining.store(true, Ordering::Relaxed);
+        looking.abort();
+        health.set_not_serving::<IndexServiceServer<Index>>().await;
+    };
+    let incoming = TcpListenerStream::new(listener);
+    let (stop, stops) = tokio::sync::oneshot::channel::<()>();
+    let serving = server.serve_with_incoming_shutdown(incoming, async { drop(stops.await) });
+    tokio::pin!(serving);
+    tokio::select! {
+        ended = &mut serving => return ended.map_err(|error| error.to_string()),
+        () = until_signal => {}
+    }
+    let _ = stop.send(());
+    let _ = tokio::time::timeout(LAST_CALLS, serving).await;
+    index.index.save(SAVE_AT_END).await;
+    Ok(())
+}
+
+/// SERVING while routers may be sent here.
+async fn tell_health(status: Status, health: HealthReporter) {
+    let mut look = tokio::time::interval(LOOK_INTERVAL);
+    loop {
+        look.tick().await;
+        let told = if status.is_ready() { ServingStatus::Serving } else { ServingStatus::NotServing };
+        health.set_service_status(IndexServiceServer::<Index>::NAME, told).await;
+        health.set_service_status("", told).await;
+    }
+}
+
+async fn resolved(listen: &str) -> Result<SocketAddr, String> {
+    let wrong = || format!("listen: {listen:?} is no HOST:PORT that can be bound (Unix sockets: `kvgrpc serve index`)");
+    let mut found = tokio::net::lookup_host(listen).await.map_err(|_| wrong())?;
+    found.next().ok_or_else(wrong)
+}
+
+/// Nothing that others can reach is unprotected, but where that is meant.
+fn check_reach(arguments: &Arguments, listen: SocketAddr) -> Result<(), String> {
+    if arguments.insecure || listen.ip().is_loopback() {
+        return Ok(());
+    }
+    let needed = match (&arguments.cert_file, &arguments.tokens_file) {
+        (None, _) => "there is no TLS: give --cert-file and --key-file",
+        (_, None) => "everybody could call it: give --tokens-file",
+        _ => return Ok(()),
+    };
+    Err(format!("{listen} is not loopback and {needed}, or allow it with --insecure"))
+}
+
+fn options(arguments: &Arguments) -> Result<IndexOptions, String> {
+    let secret = match &arguments.token_file {
+        Some(path) => Some(read(path)?.trim().to_owned()),
+        None => None,
+    };
+    let tls = match &arguments.ca_file {
+        Some(path) => Some(ClientTlsConfig::new().ca_certificate(Certificate::from_pem(read(path)?))),
+        None => None,
+    };
+    let options = Options { secret, audience: None, insecure: arguments.insecure, tls };
+    let registries = arguments.registry.split(',').filter(|address| !address.is_empty()).map(str::to_owned);
+    Ok(IndexOptions {
+        registries: registries.collect(),
+        sources: arguments.sources.clone(),
+        saved: arguments.saved.clone(),
+        dial: Arc::new(move |address| Dialer::new(address, options.clone())),
+    })
+}
+
+fn builder(arguments: &Arguments) -> Result<Server, String> {
+    let server = Server::builder()
+        .tcp_nodelay(true)
+        .max_concurrent_streams(MAX_CALLS_OF_A_CONNECTION)
+        .http2_max_header_list_size(LARGEST_HEAD)
+        .timeout(LONGEST_CALL)
+        .initial_stream_window_size(1 << 20)
+        .initial_connection_window_size(4 << 20)
+        .http2_keepalive_interval(Some(Duration::from_secs(30)))
+        .http2_keepalive_timeout(Some(Duration::from_secs(10)));
+    let (Some(cert), Some(key)) = (&arguments.cert_file, &arguments.key_file) else { return Ok(server) };
+    let tls = ServerTlsConfig::new().identity(Identity::from_pem(read(cert)?, read(key)?)).timeout(LONGEST_HANDSHAKE);
+    server.tls_config(tls).map_err(|error| format!("cert-file, key-file: {error}"))
+}
+
+fn read(path: &str) -> Result<String, String> {
+    std::fs::read_to_string(path).map_err(|error| format!("{path}: {error}"))
+}
+
+/// SIGTERM or Ctrl-C, from now on.
+fn stopped() -> std::io::Result<impl Future<Output = ()>> {
+    let (mut term, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    Ok(async move {
+        tokio::select! {
+            _ = term.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+    })
+}

@@ -1,0 +1,184 @@
+//! Who may call: bearer tokens made with a secret of the tokens file, for this server and this minute (docs/security.md).
+
+use std::collections::HashMap;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use kvgrpc::pb::ErrorReason;
+use kvgrpc::{target_of, Secrets};
+use parking_lot::Mutex;
+use tonic::codegen::http::{Extensions, HeaderMap};
+use tonic::transport::server::{TcpConnectInfo, TlsConnectInfo};
+use tonic::{Code, Status};
+
+use crate::refusals::refused;
+
+const CLOCK_SKEW_SECONDS: u64 = 60;
+
+/// Lets calls in that prove a secret; without a tokens file all of them.
+#[derive(Clone)]
+pub struct Proof(Option<Arc<Known>>);
+
+/// Who calls: a role, and the name that its share is counted by.
+#[derive(Clone)]
+pub struct Caller {
+    pub role: String,
+    pub name: String,
+}
+
+/// Whoever may drain.
+pub const OPERATOR: &str = "operator";
+
+struct Known {
+    path: String,
+    audiences: Vec<String>,
+    wildcard_port: Option<u16>,
+    /// The file as it was last read, and when it was written.
+    read: Mutex<(Option<SystemTime>, Arc<Secrets>)>,
+}
+
+impl Proof {
+    /// `listen`: where the server was told to listen, `bound`: where it does; `audience`: by what else clients dial it.
+    pub fn new(
+        tokens_file: Option<String>,
+        listen: &str,
+        bound: SocketAddr,
+        audience: &[String],
+    ) -> Result<Self, String> {
+        let Some(path) = tokens_file else { return Ok(Self(None)) };
+        let secrets = read_tokens(&path)?;
+        if secrets.is_empty() {
+            return Err(format!("tokens-file: {path} has no token, a line ROLE [NAME]:SECRET: nobody could call"));
+        }
+        let mut audiences = Vec::new();
+        for address in audience {
+            audiences.push(target_of(address).ok_or(format!("audience: {address:?} is no HOST:PORT"))?);
+        }
+        audiences.extend(target_of(&bound.to_string()));
+        let named = listen.rsplit_once(':').map(|(host, _)| format!("{host}:{}", bound.port()));
+        audiences.extend(named.and_then(|address| target_of(&address)).filter(|_| !bound.ip().is_unspecified()));
+        let wildcard_port = bound.ip().is_unspecified().then_some(bound.port());
+        let read = Mutex::new((written_at(&path), Arc::new(secrets)));
+        Ok(Self(Some(Arc::new(Known { path, audiences, wildcard_port, read }))))
+    }
+
+    /// Who the caller is; an operator, where nobody proves anything.
+    pub fn check(&self, headers: &HeaderMap, extensions: &Extensions) -> Result<Caller, Status> {
+        let peer = peer_of(extensions);
+        let host = peer.map_or_else(String::new, |peer| peer.to_canonical().to_string());
+        let Some(known) = &self.0 else { return Ok(Caller { role: OPERATOR.to_owned(), name: host }) };
+        let header = headers.get("authorization").and_then(|value| value.to_str().ok()).unwrap_or("");
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let Some(token) = known.secrets().proven(header) else {
+            let text =
+                "the token is made with no key of this server: compare token_file with tokens_file there".to_owned();
+            let metadata = [("scheme", "bearer".to_owned())];
+            return Err(refused(Code::Unauthenticated, ErrorReason::CredentialsInvalid, text, metadata));
+        };
+        if !known.is_meant(&token.target, peer) {
+            let ours = known.audiences.join(", ");
+            let text =
+                format!("the token is for {}, and this server is {ours}: dial it so, or --audience", token.target);
+            let metadata = [("target", token.target), ("audiences", ours)];
+            return Err(refused(Code::Unauthenticated, ErrorReason::WrongAudience, text, metadata));
+        }
+        let age = now.abs_diff(token.made_at);
+        if age > CLOCK_SKEW_SECONDS {
+            let text = format!("the token is of another time, by {age} s, and holds for {CLOCK_SKEW_SECONDS} s");
+            let metadata = [("ageSeconds", age.to_string()), ("limitSeconds", CLOCK_SKEW_SECONDS.to_string())];
+            return Err(refused(Code::Unauthenticated, ErrorReason::CredentialsExpired, text, metadata));
+        }
+        let (role, scope) = token.role.split_once(' ').unwrap_or((&token.role, ""));
+        let name = scope.split(' ').next().filter(|name| !name.is_empty() && !name.starts_with("role="));
+        let name = name.map_or(host, |name| format!("{role} {name}"));
+        Ok(Caller { role: role.to_owned(), name })
+    }
+}
+
+impl Known {
+    /// Read again where the file changed; one that cannot be read leaves what was known.
+    fn secrets(&self) -> Arc<Secrets> {
+        let mut read = self.read.lock();
+        let written = written_at(&self.path);
+        if read.0 != written {
+            if let Ok(secrets) = read_tokens(&self.path) {
+                *read = (written, Arc::new(secrets));
+            }
+        }
+        read.1.clone()
+    }
+
+    /// A loopback address is one of many hosts: it counts for callers of this host alone.
+    fn is_meant(&self, target: &str, peer: Option<IpAddr>) -> bool {
+        let is_known = || self.audiences.iter().any(|known| known == target);
+        let is_here = peer.is_some_and(|peer| peer.to_canonical().is_loopback());
+        let Ok(address) = target.parse::<SocketAddr>() else {
+            let is_local = target.starts_with("localhost:") || target.starts_with("unix");
+            return is_known() && (is_here || !is_local);
+        };
+        if address.ip().is_loopback() && !is_here {
+            return false;
+        }
+        // Every network has the same link-local numbers.
+        let is_shared = match address.ip() {
+            IpAddr::V4(ip) => ip.is_unspecified() || ip.is_link_local(),
+            IpAddr::V6(ip) => ip.is_unspecified() || ip.is_unicast_link_local(),
+        };
+        let is_ours = || !is_shared && std::net::UdpSocket::bind((address.ip(), 0)).is_ok();
+        is_known() || (self.wildcard_port == Some(address.port()) && is_ours())
+    }
+}
+
+fn peer_of(extensions: &Extensions) -> Option<IpAddr> {
+    let plain = extensions.get::<TcpConnectInfo>();
+    let info = plain.or_else(|| extensions.get::<TlsConnectInfo<TcpConnectInfo>>().map(TlsConnectInfo::get_ref));
+    info.and_then(TcpConnectInfo::remote_addr).map(|address| address.ip())
+}
+
+fn written_at(path: &str) -> Option<SystemTime> {
+    std::fs::metadata(path).and_then(|found| found.modified()).ok()
+}
+
+/// Lines ROLE [NAME]:SECRET; blank lines and # comments are skipped. An error names the line and never shows it, also
+/// where a secret has two lines: whoever has it would be what the last one says.
+fn read_tokens(path: &str) -> Result<Secrets, String> {
+    let text = std::fs::read_to_string(path).map_err(|error| format!("tokens-file: {path}: {error}"))?;
+    let mut secrets: HashMap<String, (usize, String)> = HashMap::new();
+    for (at, line) in text.lines().enumerate() {
+        let line = line.trim();
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        let wrong = |rule: &str| format!("tokens-file: line {}: must be {rule}", at + 1);
+        let (who, secret) = line.split_once(':').ok_or_else(|| wrong("ROLE [NAME]:SECRET"))?;
+        let words: Vec<_> = who.split_whitespace().collect();
+        if !is_holder(&words) {
+            return Err(wrong(
+                "ROLE [NAME]:SECRET with rank, consumer or operator, or rank ENGINES [role=prefill|decode]:SECRET",
+            ));
+        }
+        let secret = secret.trim();
+        if secret.chars().count() < kvgrpc::SHORTEST_SECRET {
+            return Err(wrong("a secret of at least 16 characters: openssl rand -hex 32"));
+        }
+        let holder = words.join(" ");
+        let (first, before) = secrets.entry(secret.to_owned()).or_insert_with(|| (at, holder.clone()));
+        if *before != holder {
+            let rule = "secrets that have one role, name and scope each";
+            return Err(format!("tokens-file: must be {rule}, not the same on lines {} and {}", *first + 1, at + 1));
+        }
+    }
+    Ok(Secrets::new(secrets.into_iter().map(|(secret, (_, holder))| (secret, holder)).collect()))
+}
+
+/// ROLE [NAME], or rank [ENGINES] [role=prefill|decode].
+fn is_holder(words: &[&str]) -> bool {
+    let (Some((role, mut scope)), roles) = (words.split_first(), ["rank", "consumer", OPERATOR]) else { return false };
+    if let (&"rank", Some((&("role=prefill" | "role=decode"), before))) = (role, scope.split_last()) {
+        scope = before;
+    }
+    let is_of_a_name = |letter: char| letter.is_ascii_alphanumeric() || "._*?-".contains(letter);
+    let is_name = |name: &&str| name.len() <= 128 && name.chars().all(is_of_a_name);
+    roles.contains(role) && scope.len() <= 1 && scope.iter().all(is_name)
+}

@@ -1,0 +1,230 @@
+//! IndexService and ServerService: checks what was asked, asks the index.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use base64::engine::general_purpose::URL_SAFE;
+use base64::Engine;
+use kvgrpc::pb::index_service_server::IndexService;
+use kvgrpc::pb::score_prompt::Prefix;
+use kvgrpc::pb::server_service_server::ServerService;
+use kvgrpc::pb::{self, IndexSource, PromptScores, ScorePrompt};
+use kvgrpc::{ModelNeeded, PlanQuestion, PrefixIndex, Question, Wanted};
+use tonic::{Request, Response, Status};
+
+use crate::proof::{Caller, OPERATOR};
+use crate::refusals::{denied, disabled, draining, invalid};
+use crate::status::Counts;
+
+const MAX_PROMPTS: usize = 1024;
+const MAX_PLAN_PROMPTS: usize = 256;
+const MAX_BLOCKS: usize = 65_536;
+const MAX_ENGINES: usize = 1024;
+const MAX_NOT_FOLLOWED: usize = 100;
+const DEFAULT_PAGE: u32 = 100;
+const MAX_PAGE: u32 = 1000;
+const LONGEST_STALENESS: Duration = Duration::from_secs(86_400);
+/// Others have their turn after so many blocks.
+const BLOCKS_OF_A_TURN: usize = 8192;
+
+/// What both services share. Draining ends when the process does.
+#[derive(Clone)]
+pub struct Index {
+    pub index: Arc<PrefixIndex>,
+    pub draining: Arc<AtomicBool>,
+    pub counts: Arc<Counts>,
+    pub began: SystemTime,
+}
+
+impl Index {
+    fn check_open(&self) -> Result<(), Status> {
+        if self.draining.load(Ordering::Relaxed) {
+            return Err(draining());
+        }
+        Ok(())
+    }
+}
+
+#[tonic::async_trait]
+impl IndexService for Index {
+    async fn score(&self, request: Request<pb::ScoreRequest>) -> Result<Response<pb::ScoreResponse>, Status> {
+        self.check_open()?;
+        let request = request.into_inner();
+        let wanted = wanted(&request)?;
+        let (mut prompts, mut left, mut turn) = (Vec::with_capacity(request.prompts.len()), MAX_BLOCKS, 0);
+        for (at, prompt) in request.prompts.into_iter().enumerate() {
+            let question = question(prompt, &format!("prompts[{at}]"), &mut left)?;
+            let blocks = question.hashes.len();
+            turn += blocks;
+            if turn > BLOCKS_OF_A_TURN {
+                tokio::task::yield_now().await;
+                turn = blocks;
+            }
+            let scores = self.index.score(&question, &wanted).map_err(|needed| model_needed(&needed))?;
+            self.counts.prompts.fetch_add(1, Ordering::Relaxed);
+            self.counts.misses.fetch_add(scores.is_empty().into(), Ordering::Relaxed);
+            prompts.push(PromptScores { scores, blocks: blocks as u32 });
+        }
+        Ok(Response::new(pb::ScoreResponse { prompts }))
+    }
+
+    async fn plan(&self, request: Request<pb::PlanRequest>) -> Result<Response<pb::PlanResponse>, Status> {
+        self.check_open()?;
+        let request = request.into_inner();
+        check_plan(&request)?;
+        let staleness = request.max_staleness.map(staleness).transpose()?;
+        let (mut questions, mut left) = (Vec::with_capacity(request.prompts.len()), MAX_BLOCKS);
+        for (at, each) in request.prompts.into_iter().enumerate() {
+            let question = question(each.prompt.unwrap_or_default(), &format!("prompts[{at}].prompt"), &mut left)?;
+            let (tokens, engines, sources) = (each.tokens.into(), each.engines, each.sources);
+            questions.push(PlanQuestion { question, tokens, engines, sources });
+        }
+        // Many questions over many caches take milliseconds, which are not the other calls'.
+        let plans = tokio::task::block_in_place(|| self.index.plan(&questions, staleness, request.reserve));
+        let most = request.max_placements.max(1) as usize;
+        let plans = plans.map_err(|needed| model_needed(&needed))?.into_iter().zip(&questions);
+        let plans = plans.map(|(mut placements, asked)| {
+            placements.truncate(most);
+            pb::PromptPlan { placements, blocks: asked.question.hashes.len() as u32 }
+        });
+        Ok(Response::new(pb::PlanResponse { plans: plans.collect() }))
+    }
+
+    async fn list_sources(
+        &self,
+        request: Request<pb::ListSourcesRequest>,
+    ) -> Result<Response<pb::ListSourcesResponse>, Status> {
+        self.check_open()?;
+        let request = request.into_inner();
+        let after = read_page_token(&request.page_token)?;
+        let size = if request.page_size == 0 { DEFAULT_PAGE } else { request.page_size.min(MAX_PAGE) } as usize;
+        let all = self.index.sources();
+        let mut counts: BTreeMap<i32, u32> = BTreeMap::new();
+        for source in &all {
+            *counts.entry(state_of(source)).or_insert(0) += 1;
+        }
+        let is_asked = |source: &IndexSource| request.states.is_empty() || request.states.contains(&state_of(source));
+        let mut sources: Vec<_> = all.into_iter().filter(|source| place(source) > after && is_asked(source)).collect();
+        let next_page_token = if sources.len() > size { page_token(&place(&sources[size - 1])) } else { String::new() };
+        sources.truncate(size);
+        let mut not_followed = self.index.not_followed();
+        not_followed.truncate(MAX_NOT_FOLLOWED);
+        let count = |(state, sources)| pb::IndexSourceStateCount { state, sources };
+        let counts = counts.into_iter().map(count).collect();
+        Ok(Response::new(pb::ListSourcesResponse { sources, next_page_token, counts, not_followed }))
+    }
+}
+
+#[tonic::async_trait]
+impl ServerService for Index {
+    async fn get_server_info(
+        &self,
+        _: Request<pb::GetServerInfoRequest>,
+    ) -> Result<Response<pb::GetServerInfoResponse>, Status> {
+        let limits = pb::IndexLimits {
+            max_score_blocks: MAX_BLOCKS as u32,
+            max_score_tokens: 0,
+            max_score_prompts: MAX_PROMPTS as u32,
+            max_plan_prompts: MAX_PLAN_PROMPTS as u32,
+        };
+        Ok(Response::new(pb::GetServerInfoResponse {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            services: ["kvgrpc.v1.IndexService", "kvgrpc.v1.ServerService"].map(str::to_owned).into(),
+            limits: Some(pb::ServerLimits { index: Some(limits), ..Default::default() }),
+            start_time: Some(self.began.into()),
+            draining: self.draining.load(Ordering::Relaxed),
+            pid: std::process::id(),
+            ..Default::default()
+        }))
+    }
+
+    async fn drain(&self, request: Request<pb::DrainRequest>) -> Result<Response<pb::DrainResponse>, Status> {
+        if let Some(Caller { role, .. }) = request.extensions().get().filter(|known: &&Caller| known.role != OPERATOR) {
+            return Err(denied("Drain", role, OPERATOR));
+        }
+        // An index holds nothing that a drain would have to wait for.
+        self.draining.store(true, Ordering::Relaxed);
+        Ok(Response::new(pb::DrainResponse { drained: true, open_rooms: 0 }))
+    }
+}
+
+fn wanted(request: &pb::ScoreRequest) -> Result<Wanted, Status> {
+    let (prompts, engines) = (request.prompts.len(), request.engines.len());
+    if !(1..=MAX_PROMPTS).contains(&prompts) {
+        return Err(invalid("prompts", &format!("{prompts} of them"), &format!("1 to {MAX_PROMPTS}")));
+    }
+    if engines > MAX_ENGINES {
+        return Err(invalid("engines", &format!("{engines} names"), &format!("at most {MAX_ENGINES}")));
+    }
+    Ok(Wanted {
+        engines: request.engines.clone(),
+        most: request.max_scores as usize,
+        freshness: request.with_freshness,
+        max_staleness: request.max_staleness.map(staleness).transpose()?,
+    })
+}
+
+fn staleness(written: prost_types::Duration) -> Result<Duration, Status> {
+    let seconds = Duration::try_from(written).ok().filter(|staleness| *staleness <= LONGEST_STALENESS);
+    seconds.ok_or_else(|| invalid("max_staleness", &format!("{written:?}"), "0 s to 86400 s"))
+}
+
+fn check_plan(request: &pb::PlanRequest) -> Result<(), Status> {
+    let prompts = request.prompts.len();
+    if !(1..=MAX_PLAN_PROMPTS).contains(&prompts) {
+        return Err(invalid("prompts", &format!("{prompts} of them"), &format!("1 to {MAX_PLAN_PROMPTS}")));
+    }
+    for (at, each) in request.prompts.iter().enumerate() {
+        for (name, named) in [("engines", &each.engines), ("sources", &each.sources)] {
+            if named.len() > MAX_ENGINES {
+                let (field, value) = (format!("prompts[{at}].{name}"), format!("{} names", named.len()));
+                return Err(invalid(&field, &value, &format!("at most {MAX_ENGINES}")));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn model_needed(needed: &ModelNeeded) -> Status {
+    invalid("model", "''", &format!("the model's name: these caches are of {}", needed.models.join(" or ")))
+}
+
+fn question(prompt: ScorePrompt, field: &str, left: &mut usize) -> Result<Question, Status> {
+    let send_hashes = "send block_hashes, or ask `kvgrpc serve index` without --native";
+    let hashes = match prompt.prefix {
+        Some(Prefix::BlockHashes(hashes)) => hashes.values,
+        Some(Prefix::Sglang(_)) => return Err(disabled("prompts of SGLang tokens", send_hashes)),
+        Some(Prefix::Vllm(_)) => return Err(disabled("prompts of vLLM tokens", send_hashes)),
+        None => return Err(invalid(&format!("{field}.prefix"), "absent", "one of block_hashes, sglang, vllm")),
+    };
+    if hashes.len() > *left {
+        let (field, value) = (format!("{field}.block_hashes.values"), format!("{} blocks", hashes.len()));
+        return Err(invalid(&field, &value, &format!("at most {MAX_BLOCKS} blocks in all prompts together")));
+    }
+    *left -= hashes.len();
+    Ok(Question { hashes, model: prompt.model, ..Question::default() })
+}
+
+fn state_of(source: &IndexSource) -> i32 {
+    source.freshness.as_ref().map_or(0, |freshness| freshness.state)
+}
+
+fn place(source: &IndexSource) -> String {
+    format!("{}\0{:010}", source.engine, source.dp)
+}
+
+fn page_token(after: &str) -> String {
+    URL_SAFE.encode(format!("sources\0{after}"))
+}
+
+fn read_page_token(token: &str) -> Result<String, Status> {
+    if token.is_empty() {
+        return Ok(String::new());
+    }
+    let text = URL_SAFE.decode(token).ok().and_then(|raw| String::from_utf8(raw).ok());
+    let after = text.as_deref().and_then(|text| text.strip_prefix("sources\0")).map(str::to_owned);
+    let rule = "a next_page_token of the same list with the same filters, or empty";
+    after.ok_or_else(|| invalid("page_token", &token.chars().take(100).collect::<String>(), rule))
+}

@@ -1,0 +1,188 @@
+//! How fresh what is told of a cache is, and what a registry's messages lead to.
+
+use std::time::{Duration, Instant};
+
+use crate::index::engines::EngineMirror;
+use crate::index::followed::HIDE_AFTER;
+use crate::index::table::Table;
+use crate::index::{CacheKey, CachePlace, Question, Wanted};
+use crate::pb::{self, watch_response::Kind, IndexSourceState as State, WatchResponse};
+use crate::watch::{Cause, Item};
+use crate::{BlockHash, BlockStored, Event};
+
+fn begin(log: &str, next_sequence: u64) -> WatchResponse {
+    let stream = Some(pb::EventStream { log_id: log.into(), next_sequence, ..Default::default() });
+    WatchResponse { kind: Some(Kind::Begin(pb::WatchBegin { stream, first_sequence: next_sequence })) }
+}
+
+fn stored(hashes: &[u64], medium: &str, block_size: i64) -> Event {
+    let hashes = hashes.iter().copied().map(BlockHash::Value).collect();
+    Event::BlockStored(BlockStored { hashes, medium: medium.into(), block_size, ..Default::default() })
+}
+
+fn events(log: &str, next_sequence: u64, events: Vec<Event>, complete: bool) -> Item {
+    Item::Events { log_id: log.into(), next_sequence, events, complete, state: None }
+}
+
+struct World {
+    table: Table,
+    now: Instant,
+}
+
+impl World {
+    fn new() -> Self {
+        Self { table: Table::new(), now: Instant::now() }
+    }
+
+    fn add(&mut self, engine: &str, model: &str) -> (u32, CacheKey) {
+        let key = CacheKey { engine: engine.into(), dp: 0 };
+        let place = CachePlace { address: String::new(), model: model.into() };
+        (self.table.add(key.clone(), place), key)
+    }
+
+    /// One that holds blocks of log "a" before sequence 3.
+    fn known(&mut self, engine: &str, model: &str, told: Vec<Event>) -> (u32, CacheKey) {
+        let (cache, key) = self.add(engine, model);
+        self.came(&(cache, key.clone()), begin("a", 3));
+        self.hear(&(cache, key.clone()), Item::Reset { log_id: "a".into(), whole: true });
+        self.hear(&(cache, key.clone()), events("a", 3, told, true));
+        (cache, key)
+    }
+
+    fn came(&mut self, (cache, key): &(u32, CacheKey), message: WatchResponse) {
+        let now = self.now;
+        self.table.with(*cache, key, |followed, _| followed.came(&message, now));
+    }
+
+    fn hear(&mut self, (cache, key): &(u32, CacheKey), item: Item) {
+        self.table.hear(*cache, key, &item, self.now);
+    }
+
+    fn ask(&self, hashes: &[u64], max_staleness: Option<Duration>) -> Vec<(String, [u32; 4], State)> {
+        let question = Question { hashes: hashes.to_vec(), ..Default::default() };
+        let wanted = Wanted { freshness: true, max_staleness, ..Default::default() };
+        let scores = self.table.score(&question, &wanted, self.now).unwrap();
+        let state = |score: &pb::CacheScore| score.freshness.as_ref().unwrap().state();
+        let blocks = |score: &pb::CacheScore| [score.device_blocks, score.host_blocks, score.disk_blocks, score.blocks];
+        scores.iter().map(|score| (score.engine.clone(), blocks(score), state(score))).collect()
+    }
+
+    fn blocks(&self, hashes: &[u64]) -> Vec<[u32; 4]> {
+        self.ask(hashes, None).into_iter().map(|(_, blocks, _)| blocks).collect()
+    }
+}
+
+#[test]
+fn leading_blocks_count_by_how_far_one_reaches() {
+    let mut world = World::new();
+    world.known("p", "", vec![stored(&[1, 2], "", 16), stored(&[3], "CPU", 16), stored(&[4, 6], "DISK", 16)]);
+    world.known("q", "", vec![stored(&[1, 2, 3, 4, 5], "EXTERNAL", 16), stored(&[1], "GPU", 16)]);
+    world.known("r", "", vec![stored(&[2, 3], "", 16)]);
+    let told = world.ask(&[1, 2, 3, 4, 5], None);
+    let expected =
+        [("q", [1, 1, 1, 5]), ("p", [2, 3, 4, 4])].map(|(engine, blocks)| (engine.to_owned(), blocks, State::Current));
+    assert_eq!(told, expected);
+    assert!(world.ask(&[], None).is_empty());
+    assert!(world.ask(&[9, 1], None).is_empty());
+}
+
+#[test]
+fn a_cache_that_nobody_reaches_is_hidden_after_half_a_minute() {
+    let mut world = World::new();
+    let one = world.known("e", "", vec![stored(&[1], "", 16)]);
+    world.hear(&one, Item::Failed { cause: Cause::Ended, lasting: false });
+    world.now += HIDE_AFTER - Duration::from_secs(1);
+    world.hear(&one, Item::Failed { cause: Cause::Ended, lasting: false });
+    assert_eq!(world.ask(&[1], None).len(), 1, "it is hidden at once");
+    assert_eq!(world.ask(&[1], Some(Duration::from_secs(5))).len(), 0, "it is told as fresh");
+    world.now += Duration::from_secs(2);
+    assert_eq!(world.ask(&[1], None).len(), 0, "it attracts requests for ever");
+    world.came(&one, begin("a", 3));
+    assert_eq!(world.ask(&[1], None).len(), 1, "it is back, in the same log");
+}
+
+#[test]
+fn another_log_hides_what_was_known_with_its_first_message() {
+    let mut world = World::new();
+    let one = world.known("e", "", vec![stored(&[1], "", 16)]);
+    world.came(&one, begin("b", 0));
+    assert!(world.blocks(&[1]).is_empty());
+}
+
+#[test]
+fn an_old_state_is_told_while_a_snapshot_of_the_same_log_comes() {
+    let mut world = World::new();
+    let one = world.known("e", "", vec![stored(&[1], "", 16)]);
+    world.hear(&one, Item::Reset { log_id: "a".into(), whole: true });
+    world.hear(&one, events("a", 9, vec![stored(&[2], "", 16)], false));
+    assert_eq!(world.ask(&[1, 2], None), [("e".to_owned(), [1; 4], State::Rebuilding)]);
+    world.hear(&one, events("a", 9, Vec::new(), true));
+    assert_eq!(world.ask(&[2], None), [("e".to_owned(), [1; 4], State::Current)]);
+    assert!(world.blocks(&[1]).is_empty(), "what the snapshot does not hold");
+}
+
+#[test]
+fn what_comes_late_of_a_cache_that_is_not_followed_any_more_is_passed_over() {
+    let mut world = World::new();
+    let one = world.known("e", "m", vec![stored(&[1], "", 16)]);
+    world.table.remove(&one.1);
+    let other = world.known("f", "", vec![stored(&[2], "", 16)]);
+    assert_eq!(other.0, one.0, "its number is used again");
+    world.hear(&one, events("a", 4, vec![stored(&[7], "", 16)], true));
+    assert!(world.blocks(&[7]).is_empty() && world.blocks(&[1]).is_empty());
+    assert_eq!(world.blocks(&[2]), [[1; 4]]);
+}
+
+#[test]
+fn a_question_names_a_model_where_the_caches_are_of_several() {
+    let mut world = World::new();
+    world.known("p", "m", vec![stored(&[1], "", 16)]);
+    let question = |model: &str| Question { hashes: vec![1], model: model.into(), ..Default::default() };
+    let engines = |world: &World, model: &str, only: &[&str]| {
+        let wanted = Wanted { engines: only.iter().map(ToString::to_string).collect(), ..Default::default() };
+        let scores = world.table.score(&question(model), &wanted, world.now);
+        scores.map(|scores| scores.into_iter().map(|score| score.engine).collect::<Vec<_>>())
+    };
+    assert_eq!(engines(&world, "", &[]).unwrap(), ["p"]);
+    world.known("q", "n", vec![stored(&[1], "", 16)]);
+    assert_eq!(engines(&world, "", &[]).unwrap_err().models, ["m", "n"]);
+    assert_eq!(engines(&world, "n", &[]).unwrap(), ["q"]);
+    assert_eq!(engines(&world, "", &["p"]).unwrap(), ["p"]);
+    assert!(engines(&world, "nobody's", &[]).unwrap().is_empty());
+}
+
+fn row(tp: u32, epoch: u64) -> pb::RankRow {
+    let rank = pb::RankRef { rank: Some(pb::RankId { engine: "e".into(), tp, ..Default::default() }), epoch };
+    pb::RankRow { rank: Some(rank), serves_events: true, ..Default::default() }
+}
+
+fn changed(registered_ranks: u32, rows: Vec<pb::RankRow>) -> pb::WatchEnginesResponse {
+    let engine = pb::Engine { name: "e".into(), registered_ranks, rows, ..Default::default() };
+    let change = pb::EngineChange { engine: Some(engine), gone: Vec::new() };
+    pb::WatchEnginesResponse { changes: vec![change], ..Default::default() }
+}
+
+#[test]
+fn a_full_state_takes_the_place_of_what_was_known_once_it_is_complete() {
+    let mut mirror = EngineMirror::new();
+    let full =
+        pb::WatchEnginesResponse { state_begins: true, state_complete: true, ..changed(2, vec![row(0, 1), row(1, 1)]) };
+    assert!(mirror.apply(full).contains("e"));
+    assert_eq!(mirror.engines["e"].publishers().count(), 1);
+    let begins = pb::WatchEnginesResponse { state_begins: true, warming_up: true, ..Default::default() };
+    assert!(mirror.apply(begins).is_empty() && mirror.engines.contains_key("e") && mirror.warming_up);
+    assert!(mirror.apply(pb::WatchEnginesResponse { state_complete: true, ..Default::default() }).contains("e"));
+    assert!(mirror.engines.is_empty());
+}
+
+#[test]
+fn a_row_that_was_replaced_does_not_go_with_its_older_incarnation() {
+    let mut mirror = EngineMirror::new();
+    mirror.apply(changed(1, vec![row(0, 2)]));
+    let mut late = changed(1, Vec::new());
+    late.changes[0].gone = row(0, 1).rank.into_iter().collect();
+    mirror.apply(late);
+    assert_eq!(mirror.engines["e"].publishers().count(), 1, "epoch 2 went with epoch 1");
+    mirror.apply(changed(0, Vec::new()));
+    assert!(mirror.engines.is_empty());
+}

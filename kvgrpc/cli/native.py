@@ -1,0 +1,54 @@
+"""``kvgrpc serve index --native``: the index in Rust, a program of its own, in the place of this process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+if TYPE_CHECKING:
+    from kvgrpc.rpc.security import ServerSecurity
+
+PROGRAM = "kvgrpc-index"
+
+
+def become_native(
+    listen: str,
+    security: ServerSecurity,
+    *,
+    registry: str,
+    sources: Sequence[str],
+    saved: str,
+    metrics_listen: str,
+    ca_file: str | None,
+    token_file: str | None,
+    insecure: bool,
+    lacking: Mapping[str, object],
+) -> NoReturn:
+    """Becomes ``kvgrpc-index``. ``lacking``: options that it has not, with what was asked. Raises UsageError."""
+    asked = [option for option, value in lacking.items() if value]
+    if asked:
+        raise click.UsageError(f"the native index has no {', '.join(asked)}: leave it out, or leave out --native")
+    program = shutil.which(PROGRAM, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if program is None:
+        raise click.UsageError(f"{PROGRAM} is not installed: `make native` builds it where there is cargo")
+    named = {
+        "--listen": listen,
+        "--registry": registry,
+        "--saved": saved,
+        "--metrics-listen": metrics_listen,
+        "--cert-file": security.cert_file,
+        "--key-file": security.key_file,
+        "--tokens-file": security.token_file,
+        "--audience": ",".join(security.audience),
+        "--ca-file": ca_file or "",
+        "--token-file": token_file or "",
+    }
+    arguments = [word for option, value in named.items() if value for word in (option, value)]
+    arguments += [word for source in sources for word in ("--source", source)]
+    os.execv(program, [program, *arguments, *(["--insecure"] if insecure else [])])

@@ -1,0 +1,1 @@
+"""``kvgrpc top``: all ranks of a registry in the terminal, live."""

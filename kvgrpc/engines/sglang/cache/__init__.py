@@ -1,0 +1,1 @@
+"""PrefetchService over the prefix tree of a real SGLang engine. docs/engines/sglang.md, section Prefetch."""

@@ -1,0 +1,171 @@
+"""Where orders enter SGLang's scheduler, and what serves them: hooks that SGLang's plug-in group applies.
+
+An order is broadcast with the requests of a step (``_broadcast_reqs_across_ranks``), so every rank of a replica does it
+in the same step (``process_input_requests``); what became of it is looked at where SGLang itself takes what its storage
+threads have done (``check_hicache_events``), which it does in every step, idle ones too.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import os
+import select
+from collections import deque
+from typing import Any
+
+from kvgrpc.engines.sglang.cache.orders import TOKENS_OF_A_STEP, CacheOrder, OrderQueue, Told
+from kvgrpc.engines.sglang.cache.served import SglangCache, TreeCounts
+
+logger = logging.getLogger(__name__)
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
+
+
+def register_orders(listen: str, registry: Any, kinds: Any) -> None:
+    """``listen``: where an operator wants the cache to be served. ``registry``, ``kinds``: SGLang's of hooks."""
+    # One desk a scheduler, of which a process has one.
+    desks: list[Desk] = []
+
+    def opened(result: None, scheduler: Any, *arguments: Any, **more: Any) -> None:
+        desks[:] = [Desk.open(scheduler, listen)]
+
+    def joined(receiver: Any, recv_reqs: list[Any] | None, local_reqs: list[Any] | None = None) -> Any:
+        orders = desks[0].take() if desks else []
+        return ((receiver, recv_reqs, [*(local_reqs or []), *orders]), {}) if orders else None
+
+    def parted(scheduler: Any, recv_reqs: list[Any]) -> Any:
+        orders = [each for each in recv_reqs if isinstance(each, CacheOrder)]
+        if not orders:
+            return None
+        desks[0].do(orders)
+        return (scheduler, [each for each in recv_reqs if not isinstance(each, CacheOrder)]), {}
+
+    def stepped(result: None, tree: Any) -> None:
+        if desks:
+            desks[0].step()
+
+    def emptied(result: None, tree: Any) -> None:
+        if desks:
+            desks[0].orders.forget()
+
+    registry.register(f"{_SCHEDULER}.init_request_receiver", opened, kinds.AFTER)
+    registry.register(f"{_RECEIVER}._broadcast_reqs_across_ranks", joined, kinds.BEFORE)
+    registry.register(f"{_SCHEDULER}.process_input_requests", parted, kinds.BEFORE)
+    registry.register(f"{_TREE}.check_hicache_events", stepped, kinds.AFTER)
+    registry.register(f"{_TREE}.reset", emptied, kinds.AFTER)
+
+
+class Desk:
+    """What one scheduler has of it: the orders that it does, and at the leading rank of a replica those that wait.
+
+    Everything but ``count`` is for the scheduler's thread, and absorbs its own errors.
+    """
+
+    def __init__(self, tree: Any, wakes: Wakes | None = None) -> None:
+        from kvgrpc.engines.sglang.cache.tree import TreeOrders
+
+        self.orders = TreeOrders(tree, self._tell)
+        self.questions = OrderQueue((lambda: None) if wakes is None else wakes.wake)
+        self.cache: SglangCache | None = None
+        self._tree = tree
+        self._wakes = wakes
+        self._counting: deque[concurrent.futures.Future[TreeCounts]] = deque()
+
+    @classmethod
+    def open(cls, scheduler: Any, listen: str) -> Desk:
+        """Raises FeatureDisabled for a cache that takes no orders, and what the opening of the server raises: the
+        engine does not start then, because somebody asked for it."""
+        from kvgrpc.engines.sglang.cache.opening import check_serves, is_leading, serve
+
+        check_serves(scheduler.tree_cache)
+        if not is_leading():
+            return cls(scheduler.tree_cache)
+        desk = cls(scheduler.tree_cache, Wakes(getattr(scheduler, "idle_sleeper", None)))
+        serve(desk, scheduler.tree_cache, listen)
+        return desk
+
+    def take(self) -> list[CacheOrder]:
+        """The orders of this step, at the leading rank."""
+        if self.cache is None:
+            return []
+        if self._wakes is not None:
+            self._wakes.clear()
+        try:
+            return [*self.questions.take(), *self.cache.take(TOKENS_OF_A_STEP)]
+        except Exception as error:
+            logger.error("kvgrpc: orders were not taken in this step: %s", error, exc_info=error)
+            return []
+
+    def do(self, orders: list[CacheOrder]) -> None:
+        for order in orders:
+            self.orders.do(order)
+
+    def step(self) -> None:
+        """SGLang's tree has taken what its threads had done."""
+        try:
+            self.orders.look_after()
+            while self._counting:
+                future = self._counting.popleft()
+                if future.set_running_or_notify_cancel():
+                    future.set_result(self._counts())
+        except Exception as error:
+            logger.error("kvgrpc: orders were not looked after in this step: %s", error, exc_info=error)
+
+    def count(self) -> concurrent.futures.Future[TreeCounts]:
+        """From any thread: the counts of the next step."""
+        future: concurrent.futures.Future[TreeCounts] = concurrent.futures.Future()
+        self._counting.append(future)
+        if self._wakes is not None:
+            self._wakes.wake()
+        return future
+
+    def _tell(self, told: Told) -> None:
+        if self.cache is not None:
+            try:
+                self.cache.told(told)
+            except Exception as error:
+                logger.error("kvgrpc: nobody was told of order %s: %s", told.number, error, exc_info=error)
+
+    def _counts(self) -> TreeCounts:
+        tree = self._tree
+        allocator, controller = tree.token_to_kv_pool_allocator, tree.cache_controller
+        host = controller.mem_pool_host
+        return TreeCounts(
+            device=int(allocator.size),
+            device_free=int(allocator.available_size()),
+            device_evictable=int(tree.full_evictable_size()),
+            device_protected=int(tree.full_protected_size()),
+            host=int(host.size),
+            host_free=int(host.available_size()),
+            host_pinned=self.orders.pinned_tokens,
+            occupied=int(controller.prefetch_tokens_occupied),
+            capacity=int(getattr(controller, "prefetch_capacity_limit", 0)),
+        )
+
+
+class Wakes:
+    """Wakes a scheduler that sleeps while it is idle (``--sleep-on-idle``); others need none.
+
+    ``sleeper``: SGLang's, which polls sockets; one that cannot be told of another (its Rust server's) sleeps on, for a
+    second at most.
+    """
+
+    def __init__(self, sleeper: Any) -> None:
+        poller = getattr(sleeper, "poller", None)
+        self._event = -1
+        if poller is not None:
+            self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            poller.register(self._event, select.POLLIN)  # ZMQ's number for it, too
+
+    def wake(self) -> None:
+        if self._event >= 0:
+            os.eventfd_write(self._event, 1)
+
+    def clear(self) -> None:
+        if self._event >= 0:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._event)

@@ -1,0 +1,57 @@
+"""What PrefetchService asks of SGLang's third tier beside SGLang's own threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvgrpc.errors import FeatureDisabled
+from kvgrpc.model import Tier
+from kvgrpc.prefetch.model import TierUse
+from kvgrpc.prefetch.storage.base import StorageBackend
+from kvgrpc.prefetch.storage.keys import Keys
+
+
+class StoredPages:
+    """A storage backend of kvgrpc's, and the names of one rank's pages there. Thread-safe."""
+
+    def __init__(self, backend: StorageBackend, keys: Keys, page_bytes: int) -> None:
+        self.name = backend.name
+        self._backend = backend
+        self._keys = keys
+        self._page_bytes = page_bytes
+        identity = keys.identity
+        ranks = 1 if identity.replicated else identity.tp_size
+        self._of_ranks = [Keys(keys.mode, replace(identity, tp_rank=rank)) for rank in range(ranks)]
+
+    def leading_at_all_ranks(self, hashes: Sequence[str], timeout: float) -> int:
+        """Leading pages that are there for every tensor-parallel rank. Raises StorageDown."""
+        there = len(hashes)
+        for keys in self._of_ranks:
+            if there:
+                there = self._backend.count_leading(keys.of_all(hashes[:there]), timeout)
+        return there
+
+    def purge(self, timeout: float, *, dry_run: bool) -> int | None:
+        """Drops this rank's pages, or counts them; None: it cannot count. Raises FeatureDisabled, StorageDown."""
+        prefix = self._keys.prefix
+        if prefix is None:
+            remedy = "key_mode kvgrpc, or empty the store itself"
+            raise FeatureDisabled(
+                f"keys of the mode {self._keys.mode.value!r} do not tell whose pages they name: {remedy}",
+                metadata={"feature": "purge of storage", "howToEnable": remedy},
+            )
+        return self._backend.count(prefix, timeout) if dry_run else self._backend.clear(prefix, timeout)
+
+    @property
+    def healthy(self) -> tuple[bool, str]:
+        """True if it answers, and else why not."""
+        stats = self._backend.stats()
+        return stats.healthy, stats.detail
+
+    def use(self) -> TierUse:
+        stats = self._backend.stats()
+        names = ("hits", "misses", "written", "failed", "timeouts", "evicted", "in_use")
+        counts = {name: int(getattr(stats, name)) for name in names}
+        most = (stats.capacity or 0) // self._page_bytes
+        return TierUse(Tier.STORAGE, most, stats.pages or 0, 0, self._page_bytes, counts)

@@ -1,0 +1,1 @@
+"""Orders for vLLM's offloading tiers: what kvgrpc.engines.vllm.orders is made of."""

@@ -1,0 +1,186 @@
+"""One prefetch in vLLM's offloading: what a look-up finds in another tier, vLLM promotes to host memory.
+
+A step asks and never waits: it runs under vLLM's lock, on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, TierFilter
+from vllm.v1.kv_offload.tiering.base import ParentManager, TransferJob
+
+from kvgrpc.errors import Failure, StorageFailed
+from kvgrpc.prefetch.model import OperationState, Stop
+from kvgrpc.prefetch.orders import EngineOrders
+from kvgrpc.prefetch.protocol.operation import Operation, state_of
+
+LOOKUPS_OF_A_STEP = 512
+# Of a context: of the host alone, so that nothing is promoted.
+NEAR = TierFilter(())
+_LOST = "a chunk that a tier had could not be brought, or was evicted at once; the tier's own log says more"
+
+
+class _Known(enum.IntEnum):
+    """Of one chunk: NOTHING; a tier was ASKED and answers in a later step; FOUND, so that it comes or is there."""
+
+    NOTHING = 0
+    ASKED = 1
+    FOUND = 2
+
+
+class Promotion:
+    """``room``: chunks that it may bring; ``is_full``: whether vLLM's host memory has no chunk that could be evicted.
+
+    The leading chunks that the host has already are pinned until its end, because what is brought stands behind them:
+    ``pinned`` is vLLM's job for them, to be reported as finished once the promotion has ended.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        keys: Sequence[OffloadKey],
+        orders: EngineOrders,
+        room: int,
+        chunk_bytes: int,
+        chunk_tokens: int,
+        is_full: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.operation = operation
+        self.keys = keys
+        self.pinned: TransferJob | None = None
+        self._orders, self._room, self._chunk_bytes, self._is_full = orders, room, chunk_bytes, is_full
+        self._context = ReqContext(req_id=f"kvgrpc-{operation.operation_id}")
+        for number, key in enumerate(keys, start=1):  # as of any request, so that tiers know the whole prompt
+            self._context.set_offload_key_position(key, number * chunk_tokens)
+        self._known = [_Known.NOTHING] * len(keys)
+        # Leading chunks: that need not come; that are in the host now; that were found. Behind ``_end`` none is wanted.
+        self._covered = self._there = self._found = 0
+        self._end = len(keys)
+        self._moving: list[int] = []
+        self._stop = Stop.NONE
+
+    @property
+    def held(self) -> int:
+        """Chunks of the host that it fills or pins."""
+        return len(self._moving) + (0 if self.pinned is None else len(self.pinned.keys))
+
+    @property
+    def came(self) -> Sequence[OffloadKey]:
+        """The chunks that it brought."""
+        return self.keys[self._covered : self._there]
+
+    def begin(self, parent: ParentManager, on_device: int) -> None:
+        """``on_device``: leading chunks that need not come, because requests find them there first."""
+        parent.on_new_request(self._context)
+        in_host = [index for index in range(on_device) if self._near(parent, index) is LookupResult.HIT]
+        covered = on_device
+        while covered < self._end and self._near(parent, covered) is LookupResult.HIT:
+            in_host.append(covered)
+            covered += 1
+        self._covered = self._there = self._found = covered
+        if in_host and covered < self._end:
+            self.pinned = parent.create_store_job([self.keys[index] for index in in_host], self._context)
+        self._tell(OperationState.QUERYING)
+
+    def step(self, parent: ParentManager) -> bool:
+        """True if it has ended."""
+        stop = self._orders.stop_of(self.operation)
+        if stop is not Stop.NONE and self._stop is Stop.NONE:
+            self._stop, self._end = stop, self._found
+        self._ask(parent)
+        self._count(parent)
+        if self._there < self._end or self._still_moves(parent):
+            self._tell(OperationState.TRANSFERRING if self._moving else OperationState.QUERYING)
+            return False
+        parent.on_request_finished(self._context)
+        self._finish()
+        return True
+
+    def abandon(self, parent: ParentManager) -> None:
+        """After an error: vLLM forgets the request."""
+        parent.on_request_finished(self._context)
+
+    def _ask(self, parent: ParentManager) -> None:
+        """Slow tiers answer in a later step, all at once what one step asks for. Behind a chunk whose answer is late
+        nothing is promoted: without it the others would be of no use."""
+        left = LOOKUPS_OF_A_STEP
+        for index in range(self._found, self._end):
+            if index >= self._end or not left:
+                break
+            if self._known[index] is _Known.FOUND:
+                continue
+            left -= 1
+            result = parent.lookup(self.keys[index], self._context)
+            if result is LookupResult.MISS:
+                self._end = index
+                if self._stop is Stop.NONE and self._is_full():
+                    self._stop = Stop.CAPACITY
+            elif result is LookupResult.RETRY and self._known[index] is _Known.ASKED:
+                break
+            elif result is LookupResult.RETRY:
+                self._known[index] = _Known.ASKED
+            else:
+                self._note(index, result)
+        while self._found < self._end and self._known[self._found] is _Known.FOUND:
+            self._found += 1
+
+    def _note(self, index: int, result: LookupResult) -> None:
+        self._known[index] = _Known.FOUND
+        if result is LookupResult.HIT_PENDING:
+            self._moving.append(index)
+        if len(self._moving) == self._room and index + 1 < self._end:
+            self._end, self._stop = index + 1, Stop.CAPACITY
+
+    def _count(self, parent: ParentManager) -> None:
+        """How many leading chunks are in the host now."""
+        for _ in range(min(LOOKUPS_OF_A_STEP, self._found - self._there)):
+            result = self._near(parent, self._there)
+            if result is LookupResult.HIT_PENDING:
+                return
+            if result is LookupResult.MISS:
+                self._end = self._found = self._there
+                self._stop = self._stop or Stop.PAGE_LOST
+                return
+            self._there += 1
+
+    def _still_moves(self, parent: ParentManager) -> bool:
+        """True if vLLM still fills a chunk for it."""
+        return any(self._near(parent, index) is LookupResult.HIT_PENDING for index in self._moving)
+
+    def _near(self, parent: ParentManager, index: int) -> LookupResult:
+        self._context.load_tier_filter = NEAR
+        try:
+            return parent.lookup(self.keys[index], self._context)
+        finally:
+            self._context.load_tier_filter = TierFilter.ALL
+
+    def _tell(self, state: OperationState) -> None:
+        self._orders.tell(
+            self.operation,
+            state=state,
+            covered=self._covered,
+            hit=self._found - self._covered,
+            agreed=self._found,
+            completed=self._there,
+            nbytes=(self._there - self._covered) * self._chunk_bytes,
+        )
+
+    def _finish(self) -> None:
+        self._tell(OperationState.ENDING)
+        came, stop = self._there - self._covered, self._stop
+        if self._covered == len(self.keys):
+            state, stop = OperationState.DECLINED, Stop.COVERED
+        elif stop is Stop.CAPACITY:
+            state = OperationState.DONE if came else OperationState.DECLINED
+        elif stop is not Stop.NONE:
+            state = state_of(stop, self._there)
+        elif came:
+            state = OperationState.DONE
+        else:
+            state, stop = OperationState.DECLINED, Stop.BELOW_THRESHOLD
+        lost = (
+            StorageFailed(_LOST, metadata={"backend": "vLLM", "status": "FAILED"}) if stop is Stop.PAGE_LOST else None
+        )
+        self._orders.end(self.operation, state, stop, None if lost is None else Failure.of(lost))

@@ -1,0 +1,273 @@
+"""PrefetchService inside vLLM: a tier of vLLM's offloading that stores nothing and takes orders.
+
+vLLM lets a tier look chunks up in all tiers but itself, and promotes to host memory what another one has. So orders
+have a tier of their own. It stands in ``secondary_tiers`` beside those whose chunks it orders; docs/engines/vllm.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, RequestOffloadingContext
+from vllm.v1.kv_offload.cpu import manager as vllm_host
+from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, SecondaryTierManager, TransferJob
+
+from kvgrpc.engines.compatibility import ORDERS, STORAGE, VLLM, check
+from kvgrpc.engines.identity import identity
+from kvgrpc.engines.vllm.offload.engine_core import EngineCore
+from kvgrpc.engines.vllm.offload.keys import ChunkNames
+from kvgrpc.engines.vllm.offload.lending import LentChunks
+from kvgrpc.engines.vllm.offload.outcomes import Outcomes
+from kvgrpc.engines.vllm.offload.promotion import Promotion
+from kvgrpc.engines.vllm.offload.questions import Questions, looking
+from kvgrpc.engines.vllm.offload.served import OffloadedCache, is_full
+from kvgrpc.engines.vllm.tier import KvGrpcTier, identity_of
+from kvgrpc.errors import Failure, InvalidRequest, StorageFailed
+from kvgrpc.model import Layout, ModelIdentity, RankRef, Role
+from kvgrpc.observability.logging import RateLimited, one_line
+from kvgrpc.prefetch.model import Namespace, OperationState, PrefetchLimits, Stop
+from kvgrpc.prefetch.orders import EngineOrders
+from kvgrpc.prefetch.storage.keys import KeyMode, Keys
+from kvgrpc.pull.lender import LentPages
+from kvgrpc.pull.peers import PeersBackend
+from kvgrpc.server import RankConfig, settings
+from kvgrpc.server.cache_server import open_cache
+
+logger = logging.getLogger("vllm." + __name__)
+_PROMOTIONS = 8
+_CLOSE_SECONDS = 2.0
+_HUNG_SECONDS = 30.0
+# Of the environment, which the engine's workers share, that which is theirs alone.
+_OF_RANKS = (
+    "KVGRPC_ENGINE",
+    "KVGRPC_PULL",
+    "KVGRPC_LISTEN",
+    "KVGRPC_ADVERTISE",
+    "KVGRPC_ADMIN_LISTEN",
+    "KVGRPC_METRICS_LISTEN",
+)
+
+
+class KvGrpcOrders(SecondaryTierManager):
+    """Prefetches for the tiers beside it. An order that goes wrong ends with its failure; the engine goes on."""
+
+    # Questions need no step of the engine; promotions do, and wake it.
+    tolerates_off_thread_polling = True
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        engine: str,
+        limits: Mapping[str, Any] | None = None,
+        model_name: str = "",
+        backpressure_detector: Any = None,
+        **more: Any,
+    ) -> None:
+        """``engine``: the name by which routers and people find this cache; ``limits``: fields of PrefetchLimits;
+        ``more``: ``listen``, ``registry`` and the other settings of a rank.
+
+        Raises InvalidRequest, FeatureDisabled, AddressNotAllowed: vLLM then does not start.
+        """
+        check(VLLM, STORAGE, ORDERS)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self._core = EngineCore.of_caller()
+        self._names = ChunkNames(offloading_spec)
+        assert primary_kv_view.shape is not None
+        self._chunks = primary_kv_view.shape[0]
+        self._orders = EngineOrders(limits_of(limits), self._names.page_tokens, self._core.wake)
+        # vLLM's polling thread comes to them each millisecond, where it has one.
+        polled = getattr(offloading_spec, "tier_poll_interval_s", 1.0) > 0
+        self._questions = Questions((lambda: None) if polled else self._core.wake)
+        self._polled, self._served_at, self._closed = polled, time.monotonic(), False
+        self._outcomes = Outcomes(self._orders)
+        self._promotions: list[Promotion] = []
+        # Filled by threads that lend, too.
+        self._finished: deque[JobResult] = deque()
+        self._stepped = False
+        self._lines = RateLimited(logger)
+        self._address = np.asarray(primary_kv_view).ctypes.data
+        self._lent = LentChunks(self._questions, self._names, self._address, self.block_size_bytes, self._done)
+        config = config_of(offloading_spec, engine, model_name, more)
+        pulls = None if config.pull is None else self._pulls(offloading_spec)
+        self._server = open_cache(config, lambda rank: self._cache(rank, offloading_spec), pulls)
+
+    # vLLM asks as of any tier.
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return LookupResult.MISS
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._finished.append(JobResult(job_metadata.job_id, success=False))
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """It has no place to store to, so that is done at once."""
+        self._finished.append(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        return [self._finished.popleft() for _ in range(len(self._finished))]
+
+    def has_pending_work(self) -> bool:
+        return bool(self._promotions or self._orders.waiting or self._finished or len(self._questions))
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """What a request took from the host, as vLLM's own manager remembers it."""
+        access = getattr(vllm_host, "_RequestCacheAccess", None)
+        found = None if access is None else req_context.get_state(access)
+        self._outcomes.on_used(getattr(found, "reused_keys", ()))
+
+    def on_schedule_end(self, context: Any) -> None:
+        self._stepped = True
+
+    def drain_jobs(self) -> None:
+        """vLLM empties the host: what is pinned there is let go, once nothing of it is copied."""
+        if not self._lent.wait_idle(_CLOSE_SECONDS):
+            logger.error("kvgrpc: a chunk is still being copied for another engine")
+        for promotion in self._promotions:
+            self._let_go(promotion)
+
+    def shutdown(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._server.close(_CLOSE_SECONDS)
+        self._orders.shut_down()
+
+    # Orders, under vLLM's lock.
+
+    def serve_external_requests(self, parent: ParentManager) -> None:
+        """Nothing may be raised here: it would end the engine."""
+        self._served_at = time.monotonic()
+        self._questions.answer(parent)
+        if self._orders.waiting:
+            self._orders.expire()
+        if not self._stepped:
+            return  # only a step moves a promotion
+        self._stepped = False
+        if self._outcomes.due:
+            with looking(parent) as look:
+                self._outcomes.look(lambda key: look(key) is not LookupResult.MISS)
+        while len(self._promotions) < _PROMOTIONS and (operation := self._orders.take()) is not None:
+            keys = self._names.keys(operation.hashes)
+            room = int(self._orders.limits.occupancy * self._chunks) - sum(each.held for each in self._promotions)
+            if room < 1:
+                self._orders.end(operation, OperationState.DECLINED, Stop.RATE_LIMITED)
+                continue
+            promotion = Promotion(
+                operation,
+                keys,
+                self._orders,
+                room,
+                self.block_size_bytes,
+                self._names.page_tokens,
+                lambda: is_full(parent),
+            )
+            self._promotions.append(promotion)
+            self._guarded(promotion, parent, begin=True)
+        for promotion in list(self._promotions):
+            self._guarded(promotion, parent)
+
+    def _guarded(self, promotion: Promotion, parent: ParentManager, begin: bool = False) -> None:
+        try:
+            if begin:
+                promotion.begin(parent, self._core.leading_on_device(promotion.keys))
+            elif promotion.step(parent):
+                self._outcomes.follow(promotion.operation, promotion.came)
+                self._end(promotion)
+        except Exception as error:
+            text = one_line(f"{type(error).__name__}: {error}")
+            self._lines.exception("order", f"kvgrpc: order {promotion.operation.operation_id} failed: {text}")
+            self._end(promotion)
+            failure = Failure.of(StorageFailed(text, metadata={"backend": "vLLM", "status": "FAILED"}))
+            self._orders.end(promotion.operation, OperationState.FAILED, failure=failure)
+
+    def _end(self, promotion: Promotion) -> None:
+        if promotion in self._promotions:
+            self._promotions.remove(promotion)
+        self._let_go(promotion)
+
+    def _let_go(self, promotion: Promotion) -> None:
+        job, promotion.pinned = promotion.pinned, None
+        if job is not None:
+            self._done(job)
+
+    def _done(self, job: TransferJob) -> None:
+        self._finished.append(JobResult(job.job_id, success=True, transfer_bytes=0))
+
+    def _is_well(self) -> bool:
+        """True if vLLM comes to this tier; where it has no thread for that, an idle engine does not."""
+        return not self._closed and (not self._polled or time.monotonic() - self._served_at < _HUNG_SECONDS)
+
+    def _pulls(self, spec: Any) -> tuple[LentPages, PeersBackend]:
+        """Returns what is lent, and by which tier the chunks of others are asked for. Raises InvalidRequest."""
+        taking = [tier.peers for tier in KvGrpcTier.opened if tier.address == self._address]
+        peers = next((each for each in taking if each is not None), None)
+        if peers is None:
+            raise InvalidRequest.of("pull", "given", "a KvGrpcTier with peers before this tier in secondary_tiers")
+        identity = identity_of(spec, self.block_size_bytes)
+        keys = Keys(KeyMode.KVGRPC, identity)
+        return LentPages(self._lent, keys, self.block_size_bytes, self._names.page_tokens, identity.dtype), peers
+
+    def _cache(self, rank: RankRef, spec: Any) -> OffloadedCache:
+        found = identity_of(spec, self.block_size_bytes)
+        layout = f"vllm-{hashlib.sha256(found.layout.encode()).hexdigest()[:8]}"
+        namespace = Namespace(found.model, found.dtype, layout, self._names.page_tokens)
+        return OffloadedCache(
+            rank,
+            namespace,
+            self._names,
+            self._orders,
+            self._questions,
+            self._core,
+            self._chunks,
+            self.block_size_bytes,
+            self._address,
+            self._is_well,
+        )
+
+
+def limits_of(given: Mapping[str, Any] | None) -> PrefetchLimits:
+    """Raises InvalidRequest for a key that is none."""
+    known = {each.name for each in fields(PrefetchLimits)}
+    for name, value in (given or {}).items():
+        if name not in known:
+            raise InvalidRequest.of(f"limits.{name}", value, f"one of {', '.join(sorted(known))}")
+    return PrefetchLimits(**(given or {}))
+
+
+def config_of(spec: Any, engine: str, model_name: str, more: Mapping[str, Any]) -> RankConfig:
+    """Of what the tier was given, over the environment, over what vLLM says. Raises InvalidRequest."""
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    # A table is read as the text of one.
+    flat = {name: json.dumps(value) if isinstance(value, Mapping) else value for name, value in more.items()}
+    given = settings(flat, environment)
+    parallel = spec.config.parallel
+    dp, size = parallel.data_parallel_index, parallel.data_parallel_size
+    if dp and size == 1:  # replicas of a dense model are engines of their own for vLLM
+        engine = f"{engine}-dp{dp}"
+    found: ModelIdentity = identity(
+        spec.config.model.name, None, spec.config.model.dtype, spec.config.model.dtype, mla=False, name=model_name
+    )
+    facts = {
+        "engine": engine,
+        "role": Role.UNIFIED,
+        "pools": (),
+        "layout": Layout(dp=size),
+        "dp": dp if size > 1 else 0,
+        # Of the kind of attention vLLM's offloading says nothing.
+        "model": ModelIdentity(found.name, found.revision, found.cache_dtype),
+    }
+    return RankConfig(**{"registry": "", **given, **facts})

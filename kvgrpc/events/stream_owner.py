@@ -1,0 +1,10 @@
+"""Which rank publishes the events of an independent KV cache."""
+
+from __future__ import annotations
+
+from kvgrpc.model import RankId
+
+
+def owns_event_stream(rank: RankId) -> bool:
+    """True if it is the one rank of its dp that publishes; the others hold parts or copies of the same blocks."""
+    return rank.pp == rank.cp == rank.tp == 0

@@ -1,0 +1,191 @@
+"""PrefetchService of a cache that an engine keeps itself, beside whatever else the engine's process does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import grpc
+
+import kvgrpc
+from kvgrpc.errors import InvalidRequest, KvGrpcError
+from kvgrpc.model import RankRef, Role, new_epoch
+from kvgrpc.net import advertised, replicas
+from kvgrpc.observability.logging import RateLimited, one_line
+from kvgrpc.prefetch.served import ServedCache
+from kvgrpc.prefetch.servicer import PrefetchServicer
+from kvgrpc.pull.lender import LentPages
+from kvgrpc.pull.peers import PeersBackend
+from kvgrpc.registry.client.registration import Registration
+from kvgrpc.registry.model import Endpoints, RankRow
+from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.interceptors import Admission
+from kvgrpc.rpc.loop import LoopThread, background
+from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES
+from kvgrpc.server.cache_peer import CachePeer
+from kvgrpc.server.check import check
+from kvgrpc.server.closing import ClosingTime
+from kvgrpc.server.config import RankConfig
+from kvgrpc.server.description import ServerInfo, limits_to_pb
+from kvgrpc.server.listener import Listener
+from kvgrpc.server.servicer import ServerServicer
+from kvgrpc.v1.prefetch_service_pb2_grpc import add_PrefetchServiceServicer_to_server
+from kvgrpc.v1.pull_service_pb2_grpc import add_PullServiceServicer_to_server
+from kvgrpc.v1.server_service_pb2 import ServerLimits
+from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
+
+Pulls = tuple[LentPages, PeersBackend]
+
+_SERVICES = ("kvgrpc.v1.PrefetchService", "kvgrpc.v1.ServerService")
+_STOP_SECONDS = 10.0
+_AGAIN_SECONDS = 5.0
+_GRACE_SECONDS = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+class CacheServer:
+    """A port with PrefetchService, and a row of role UNIFIED at the registry. ``close`` blocks.
+
+    A registry that is away does not keep an engine from starting: the row comes when the registry does.
+    """
+
+    def __init__(self, config: RankConfig, cache: ServedCache, pulls: Pulls | None = None) -> None:
+        self.config = config
+        self.cache = cache
+        self.address = ""
+        self._loop = LoopThread.shared()
+        self._servicer = PrefetchServicer(cache)
+        self._listener = Listener({_SERVICES[0]: lambda: cache.healthy}, Admission(config.call_limits))
+        self._registration: Registration | None = None
+        self._registering: asyncio.Task[None] | None = None
+        self._pulls = pulls
+        self._peer: CachePeer | None = None
+        self._lines = RateLimited(logger)
+
+    @property
+    def registered(self) -> bool:
+        return self._registration is not None and self._registration.state == "registered"
+
+    def close(self, deadline: float = 2.0) -> None:
+        """Leaves the registry and stops; operations are the engine's to end."""
+        self._loop.run(self._close(deadline), deadline + _STOP_SECONDS)
+
+    async def drain(self, grace: float) -> tuple[bool, int]:
+        """On the loop: leaves the registry and begins nothing new."""
+        await self._listener.drain()
+        await self._leave_registry()
+        self.cache.drain()
+        self._servicer.drain()
+        if self._peer is not None:
+            await self._peer.drain(grace)
+        return not self.cache.book.open(), 0
+
+    async def _open(self) -> None:
+        config = self.config
+        if self._pulls is not None and config.pull is not None:
+            lends, backend = self._pulls
+            self._peer = await asyncio.to_thread(CachePeer, config, config.pull, self.cache.rank, lends, backend)
+            await self._peer.open()
+        bound = await self._listener.start(
+            self._add_servicers,
+            (config.listen, *config.admin_listen),
+            config.server_security,
+            LARGEST_REQUEST_BYTES,
+            config.advertise,
+        )
+        self.address = advertised(bound[0], config.advertise)
+        logger.info(
+            "kvgrpc: the cache of %s is served at %s, registry %s",
+            self.cache.rank,
+            self.address,
+            config.registry or "none",
+        )
+        if config.registry:
+            self._registering = background(self._register(), "cache-registration")
+            if self._peer is not None:
+                self._peer.follow(",".join(replicas(config.registry)))
+
+    async def _register(self) -> None:
+        """Until the registry has the row; a refusal that would be repeated is only said again."""
+        while True:
+            row = self._row()
+            registration = Registration(self._channel, ",".join(replicas(self.config.registry)), [row])
+            try:
+                await registration.start(self.config.start_timeout)
+            except KvGrpcError as error:
+                self._lines.warning("registry", f"{row.ref} is not registered: {one_line(str(error))}")
+                epoch = error.metadata.get("currentEpoch", "")
+                if epoch.isdigit():  # our clock is behind an earlier incarnation's
+                    self.cache.rank = RankRef(row.ref.rank, int(epoch) + 1)
+                    continue
+                await asyncio.sleep(_AGAIN_SECONDS)
+            else:
+                self._registration = registration
+                return
+
+    def _row(self) -> RankRow:
+        config = self.config
+        endpoints = Endpoints(self.address, cache="" if self._peer is None else self._peer.address)
+        return RankRow(self.cache.rank, Role.UNIFIED, endpoints, config.layout, model=config.model)
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        return open_channel(address, self.config.client_security, own_connection=True)
+
+    async def _leave_registry(self) -> None:
+        if self._registering is not None:
+            self._registering.cancel()
+            await asyncio.wait([self._registering])
+        registration, self._registration = self._registration, None
+        if registration is not None:
+            await registration.close()
+
+    async def _close(self, deadline: float) -> None:
+        await self.drain(0.0)
+        if self._peer is not None:
+            await self._peer.close(ClosingTime(deadline))
+        await self._listener.stop(min(_GRACE_SECONDS, deadline), deadline)
+        self._servicer.close()
+
+    def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
+        add_PrefetchServiceServicer_to_server(self._servicer, server)
+        names: tuple[str, ...] = _SERVICES
+        if self._peer is not None:
+            add_PullServiceServicer_to_server(self._peer.servicer, server)
+            names = (*names, "kvgrpc.v1.PullService")
+        limits = ServerLimits(calls=limits_to_pb(self.config.call_limits))
+        info = ServerInfo(
+            version=kvgrpc.__version__,
+            services=names,
+            rank=self.cache.rank,
+            role=Role.UNIFIED,
+            limits=limits,
+            security=self.config.server_security,
+        )
+        add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
+        return names
+
+
+def open_cache(config: RankConfig, make: Callable[[RankRef], ServedCache], pulls: Pulls | None = None) -> CacheServer:
+    """Serves the cache that ``make`` gives for the name and incarnation of this engine; blocks until the port is bound.
+
+    ``config`` has the role UNIFIED and no pools. ``pulls``, where it has a ``pull``: the pages that are lent to other
+    engines, and the storage backend by which the engine asks for theirs. Raises InvalidRequest, AddressNotAllowed, and
+    FeatureDisabled for a data plane that is not there. For the process that has the cache: what a fork inherits refuses
+    to work.
+    """
+    if config.role is not Role.UNIFIED or config.registry == "embedded":
+        given = config.role.name if config.role is not Role.UNIFIED else "registry embedded"
+        raise InvalidRequest.of("role", given, "Role.UNIFIED, with the address of a registry or none")
+    check(config)
+    server = CacheServer(config, make(RankRef(config.rank, new_epoch())), pulls)
+    try:
+        LoopThread.shared().run(server._open(), config.start_timeout)
+    except BaseException:
+        server.close()
+        raise
+    return server
+
+
+__all__ = ["CacheServer", "open_cache"]

@@ -1,0 +1,293 @@
+"""A router warms a real SGLang engine that is idle: pages come from storage before the request that needs them."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvgrpc.client import SyncClient
+from kvgrpc.errors import FeatureDisabled
+from kvgrpc.v1 import prefetch_service_pb2 as proto
+from kvgrpc.v1.common_pb2 import TIER_DEVICE, TIER_HOST, TIER_STORAGE
+from tests.engines.engine import LOCAL, PAGE, ROOT, Engine
+from tests.engines.model import Case, Reference
+from tests.engines.test_sglang_hierarchical import DEVICE_AND_HOST_TOKENS, HOST_RATIO, LONG_PROMPT, ask, started
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(500)
+PAGES = 8
+PROMPT = PAGES * PAGE + 5
+THRESHOLD = 2 * PAGE
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def engine(request: pytest.FixtureRequest, folder: Path, reference: Reference) -> Iterator[Engine]:
+    engine = started(
+        folder,
+        reference,
+        ranks=request.param,
+        environment={"KVGRPC_CACHE_LISTEN": f"{LOCAL}:0"},
+        storage="file",
+        storage_config={"path": str(folder / f"kv-{request.param}")},
+        prefetch_threshold=THRESHOLD,
+    )
+    try:
+        yield engine.wait_ready()
+    finally:
+        engine.close()
+
+
+@pytest.fixture
+def router(engine: Engine) -> Iterator[SyncClient]:
+    with SyncClient(cache_address(engine)) as client:
+        yield client
+
+
+@pytest.fixture
+def stored(engine: Engine, router: SyncClient, reference: Reference) -> Case:
+    """A prompt that the engine has computed, and has in storage alone."""
+    case = reference.case(PROMPT)
+    ask(engine, case)
+    wait_until(lambda: router.lookup(pages(case)).storage_pages == PAGES and in_storage_alone(engine, router, case), 60)
+    return case
+
+
+def cache_address(engine: Engine) -> str:
+    (address,) = re.findall(r"the cache of \S+ is served at ([^\s,]+)", engine.log())
+    return str(address)
+
+
+def pages(case: Case) -> proto.PromptPages:
+    return proto.PromptPages(tokens=case.prompt)
+
+
+def in_storage_alone(engine: Engine, router: SyncClient, case: Case) -> bool:
+    assert engine.is_empty()
+    found = router.lookup(pages(case))
+    return (found.device_pages, found.host_pages, found.storage_pages) == (0, 0, PAGES)
+
+
+def ended(router: SyncClient, operation: proto.CacheOperation) -> proto.CacheOperation:
+    for message in router.watch_operations([operation.operation_id]):
+        for each in message.operations:
+            operation = each
+    return operation
+
+
+def drive_out(engine: Engine, reference: Reference) -> None:
+    for _ in range(DEVICE_AND_HOST_TOKENS // LONG_PROMPT + 4):
+        ask(engine, reference.case(LONG_PROMPT, new_tokens=1))
+
+
+def test_a_request_finds_what_a_router_brought_while_the_engine_was_idle(
+    engine: Engine, router: SyncClient, stored: Case, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    operation = ended(router, router.start_prefetch(pages(stored)))
+    assert operation.state == proto.OPERATION_STATE_DONE
+    assert (operation.covered_pages, operation.hit_pages, operation.completed_pages) == (0, PAGES, PAGES)
+    found = router.lookup(pages(stored))
+    assert (found.device_pages, found.host_pages) == (0, PAGES)
+    # Nothing can come from there any more: what the request finds is what the router brought.
+    away = [path.rename(path.with_name(f"{path.name}-away")) for path in folder.glob("kv-?")]
+    try:
+        assert ask(engine, stored).cached == PAGES * PAGE
+    finally:
+        for path in away:
+            path.rename(path.with_name(path.name.removesuffix("-away")))
+    assert router.lookup(pages(stored)).device_pages == PAGES
+
+
+def test_what_is_there_already_is_not_brought_again(router: SyncClient, stored: Case) -> None:
+    ended(router, router.start_prefetch(pages(stored)))
+    again = ended(router, router.start_prefetch(pages(stored)))
+    assert (again.state, again.stop) == (proto.OPERATION_STATE_DECLINED, proto.OPERATION_STOP_COVERED)
+    assert again.completed_pages == PAGES
+
+
+def test_a_longer_prompt_gets_the_part_that_storage_has(router: SyncClient, stored: Case, reference: Reference) -> None:
+    longer = reference.case(2 * PROMPT, prefix=stored.prompt[: PAGES * PAGE])
+    operation = ended(router, router.start_prefetch(pages(longer)))
+    assert (operation.state, operation.completed_pages) == (proto.OPERATION_STATE_DONE, PAGES)
+    assert router.lookup(pages(longer)).host_pages == PAGES
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop"),
+    [(THRESHOLD - PAGE, proto.OPERATION_STOP_TOO_SHORT), (PROMPT, proto.OPERATION_STOP_BELOW_THRESHOLD)],
+    ids=["a short prompt", "a prompt that storage does not have"],
+)
+def test_a_prefetch_that_is_not_worth_it_is_declined_with_the_reason(
+    router: SyncClient, reference: Reference, tokens: int, stop: proto.OperationStop
+) -> None:
+    operation = ended(router, router.start_prefetch(pages(reference.case(tokens))))
+    assert (operation.state, operation.stop) == (proto.OPERATION_STATE_DECLINED, stop)
+    assert not router.list_operations(open_only=True)
+
+
+def test_pages_are_found_by_tokens_alone(router: SyncClient) -> None:
+    by_hash = proto.PromptPages(page_hashes=[bytes(32)] * PAGES)
+    with pytest.raises(FeatureDisabled, match="give the prompt's tokens"):
+        router.start_prefetch(by_hash)
+
+
+def test_salts_and_extra_keys_are_caches_of_their_own(router: SyncClient, stored: Case) -> None:
+    for other in (
+        proto.PromptPages(tokens=stored.prompt, cache_salt="a"),
+        proto.PromptPages(tokens=stored.prompt, extra_key="lora"),
+    ):
+        assert router.lookup(other).storage_pages == 0
+
+
+def test_a_router_that_dies_leaves_nothing_locked(engine: Engine, router: SyncClient, stored: Case) -> None:
+    script = (
+        "import sys, time; from kvgrpc.client import SyncClient; from kvgrpc.v1 import prefetch_service_pb2 as proto\n"
+        "client = SyncClient(sys.argv[1]); tokens = list(map(int, sys.argv[2].split()))\n"
+        "client.start_prefetch(proto.PromptPages(tokens=tokens)); print('begun', flush=True); time.sleep(60)\n"
+    )
+    tokens = " ".join(map(str, stored.prompt))
+    dies = subprocess.Popen(
+        [sys.executable, "-c", script, cache_address(engine), tokens], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert dies.stdout is not None and dies.stdout.readline() == "begun\n"
+    dies.send_signal(signal.SIGKILL)
+    dies.wait(10)
+    wait_until(lambda: not router.list_operations(open_only=True), 30)
+    assert engine.is_empty(), "SGLang empties its cache only where nothing is on its way"
+    assert router.lookup(pages(stored), without_storage=True).host_pages == 0
+
+
+def test_pinned_pages_stay_on_the_host_until_the_pin_ends(
+    engine: Engine, router: SyncClient, stored: Case, reference: Reference
+) -> None:
+    ended(router, router.start_prefetch(pages(stored)))
+    assert router.pin_pages(pages(stored), 300).pinned_pages == PAGES
+    drive_out(engine, reference)
+    assert router.lookup(pages(stored), without_storage=True).host_pages == PAGES
+    assert {tier.tier: tier for tier in router.get_cache_info().tiers}[TIER_HOST].counts["pinned"] == PAGES
+    router.pin_pages(pages(stored), 0)
+    drive_out(engine, reference)
+    assert router.lookup(pages(stored), without_storage=True).host_pages == 0
+
+
+def test_a_pin_does_not_outlive_an_emptied_cache(engine: Engine, router: SyncClient, stored: Case) -> None:
+    ended(router, router.start_prefetch(pages(stored)))
+    assert router.pin_pages(pages(stored), 1).pinned_pages == PAGES
+    assert engine.is_empty()
+    time.sleep(1.5)  # in which its end comes, for a node that is gone
+    assert ask(engine, stored).tokens == stored.tokens
+
+
+def test_a_backup_writes_again_what_storage_lost(
+    engine: Engine, router: SyncClient, stored: Case, folder: Path
+) -> None:
+    ended(router, router.start_prefetch(pages(stored)))
+    namespace = router.get_cache_info().cache_namespace
+    router.purge_pages(proto.PurgePagesRequest(cache_namespace=namespace, tiers=[TIER_STORAGE]))
+    assert router.lookup(pages(stored)).storage_pages == PAGES, "on the host"
+    operation = ended(router, router.start_backup(pages(stored)))
+    assert (operation.state, operation.completed_pages) == (proto.OPERATION_STATE_DONE, PAGES)
+    assert in_storage_alone(engine, router, stored)
+
+
+def test_the_engines_counts_are_told(engine: Engine, router: SyncClient, stored: Case) -> None:
+    ended(router, router.start_prefetch(pages(stored)))
+    info = router.get_cache_info()
+    tiers = {tier.tier: tier for tier in info.tiers}
+    assert set(tiers) == {TIER_DEVICE, TIER_HOST, TIER_STORAGE}
+    assert tiers[TIER_HOST].used_pages == PAGES and tiers[TIER_DEVICE].used_pages == 0
+    assert tiers[TIER_DEVICE].pages == 4096 // PAGE and tiers[TIER_HOST].pages >= HOST_RATIO * 4096 // PAGE
+    assert (info.storage_backend, info.storage_healthy, info.threshold_tokens) == ("file", True, THRESHOLD)
+
+
+def test_device_and_host_are_purged_by_sglang_itself(router: SyncClient) -> None:
+    namespace = router.get_cache_info().cache_namespace
+    with pytest.raises(FeatureDisabled, match="flush_cache"):
+        router.purge_pages(proto.PurgePagesRequest(cache_namespace=namespace, tiers=[TIER_HOST]))
+
+
+class TestSlowStorage:
+    """Each call of storage takes up to four seconds: SGLang's own fault injector sees to that."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, folder: Path, reference: Reference) -> Iterator[Engine]:
+        engine = started(
+            folder,
+            reference,
+            environment={
+                "KVGRPC_CACHE_LISTEN": f"{LOCAL}:0",
+                "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "4",
+            },
+            storage="file",
+            storage_config={"path": str(folder / "kv-slow")},
+            prefetch_threshold=THRESHOLD,
+        )
+        try:
+            yield engine.wait_ready()
+        finally:
+            engine.close()
+
+    @pytest.fixture
+    def stored(self, engine: Engine, reference: Reference) -> Case:
+        case = reference.case(PROMPT)
+        ask(engine, case)
+        assert engine.is_empty(60), "what it wrote to the host is in storage before SGLang empties its cache"
+        return case
+
+    def test_one_whose_time_is_over_ends_with_what_is_there(
+        self, engine: Engine, router: SyncClient, stored: Case
+    ) -> None:
+        for _ in range(5):
+            operation = ended(router, router.start_prefetch(pages(stored), timeout=0.2))
+            if operation.state == proto.OPERATION_STATE_EXPIRED:
+                break
+            assert operation.state == proto.OPERATION_STATE_DONE and engine.is_empty()
+        assert operation.stop == proto.OPERATION_STOP_DEADLINE
+        assert operation.completed_pages == router.lookup(pages(stored), without_storage=True).host_pages
+        assert ask(engine, stored).tokens == stored.tokens
+
+    @pytest.mark.parametrize(
+        "state", [proto.OPERATION_STATE_QUERYING, proto.OPERATION_STATE_TRANSFERRING], ids=["querying", "transferring"]
+    )
+    def test_a_router_ends_what_it_began(
+        self, engine: Engine, router: SyncClient, stored: Case, state: proto.OperationState
+    ) -> None:
+        for _ in range(10):
+            operation = router.start_prefetch(pages(stored), request_id=f"{state}-{time.monotonic()}")
+            if reaches(router, operation.operation_id, state):
+                break
+            assert engine.is_empty(30)
+        operation = router.terminate_prefetch(operation.operation_id)
+        assert (operation.state, operation.stop) == (
+            proto.OPERATION_STATE_CANCELLED,
+            proto.OPERATION_STOP_CANCELLED,
+        )
+        assert operation.quiescent and operation.completed_pages in (0, PAGES)
+        assert ask(engine, stored).tokens == stored.tokens
+        assert engine.is_empty(30)
+
+    def test_requests_are_served_while_an_order_waits_for_storage(
+        self, engine: Engine, router: SyncClient, stored: Case, reference: Reference
+    ) -> None:
+        operation = router.start_prefetch(pages(stored))
+        for _ in range(3):
+            ask(engine, reference.case(THRESHOLD - 1))
+        operation = ended(router, operation)
+        assert operation.state == proto.OPERATION_STATE_DONE
+        assert ask(engine, stored).cached == PAGES * PAGE
+
+
+def reaches(router: SyncClient, operation_id: str, state: proto.OperationState) -> bool:
+    """Whether it was seen in that state before it ended."""
+    for message in router.watch_operations([operation_id]):
+        for operation in message.operations:
+            if operation.state == state:
+                return True
+    return False

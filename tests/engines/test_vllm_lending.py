@@ -1,0 +1,208 @@
+"""Chunks of one vLLM's host memory taken by another's tiers: vLLM's own managers, two in one process, no engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+from kvgrpc.client import SyncClient
+from kvgrpc.engines.vllm.offload import questions
+from kvgrpc.errors import InvalidRequest, PeerUnreachable
+from kvgrpc.server import RegistryServer
+from kvgrpc.v1 import prefetch_service_pb2 as pb
+from kvgrpc.v1 import pull_service_pb2
+from tests.engines.vllm_tiers import BLOCK, Offloading, ended, keys_of, offloading, prompt, start
+
+PULL = {"staging_pages": 64, "answer_timeout": 5.0, "stall_timeout": 5.0}
+
+
+@contextmanager
+def pair(path: Path | None = None) -> Iterator[tuple[Offloading, SyncClient, Offloading, SyncClient]]:
+    """The one that lends, without storage; and the one that takes, with the storage at ``path``."""
+    registry = RegistryServer(["127.0.0.1:0"]).open()
+    common: dict[str, Any] = {"registry": registry.address, "data_plane": "shm", "pull": PULL}
+    try:
+        with (
+            offloading(None, **{**common, "engine": "lends"}) as (holder, holders),
+            offloading(path, **{**common, "engine": "takes"}) as (taker, takers),
+        ):
+            with SyncClient(registry.address) as known:
+                holder.wait(lambda: {each.name for each in known.list_engines()} == {"lends", "takes"})
+            yield holder, holders, taker, takers
+    finally:
+        registry.close()
+
+
+def pulled(client: SyncClient) -> list[pull_service_pb2.Pull]:
+    return list(client.list_pulls().pulls)
+
+
+def comes(taker: Offloading, takers: SyncClient, tokens: list[int]) -> pb.CacheOperation:
+    """An order, again until the taker has heard of the holder."""
+    last = pb.CacheOperation()
+
+    def some() -> bool:
+        last.CopyFrom(ended(takers, start(takers, tokens)))
+        return last.state != pb.OPERATION_STATE_DECLINED
+
+    taker.wait(some, 20.0)
+    return last
+
+
+def test_what_one_engine_computed_comes_to_another_with_its_bytes(tmp_path: Path) -> None:
+    keys = keys_of(prompt(6))
+    with pair() as (holder, holders, taker, takers):
+        holder.compute(keys)
+        operation = comes(taker, takers, prompt(6))
+        assert (operation.state, operation.completed_pages) == (pb.OPERATION_STATE_DONE, 6)
+        assert taker.request(keys) == 6
+        assert sum(each.done_pages for each in pulled(takers)) == 6
+        holder.wait(lambda: sum(each.done_pages for each in pulled(holders)) == 6)
+        holder.wait(holder.nothing_is_held)
+        taker.wait(taker.nothing_is_held)
+
+
+def test_requests_that_begin_at_different_chunks_get_the_right_bytes(tmp_path: Path) -> None:
+    """The same prompt, of which one request has the head on its device: what a holder counted for the one is not
+    what the other asks for."""
+    keys = keys_of(prompt(6))
+    with pair() as (holder, _, taker, takers):
+        holder.compute(keys)
+        comes(taker, takers, prompt(6))
+        for first in (0, 3, 1, 5):
+            taker.empty_host()
+            assert taker.look_up(keys, first) == 6 - first
+            assert taker.request(keys[first:]) == 6 - first
+
+
+def test_a_request_may_name_whom_to_pull_from(tmp_path: Path) -> None:
+    keys = keys_of(prompt(6))
+    with pair() as (holder, _, taker, takers):
+        holder.compute(keys)
+        comes(taker, takers, prompt(6))
+        host, _, port = holder.address.rpartition(":")
+        llm_d = {"kv_request_id": "r", "remote_host": host, "remote_port": int(port)}
+        asked: tuple[tuple[dict[str, Any], int], ...] = (
+            ({"pull_from": ["lends"]}, 6),
+            ({"pull_from": [holder.address]}, 6),
+            ({"remote_kv_source": llm_d}, 6),
+            ({"pull_from": ["nobody"]}, 0),
+            ({"pull_from": []}, 0),
+            ({"pull_from": 7, "remote_kv_source": 7}, 6),
+        )
+        for parameters, chunks in asked:
+            taker.empty_host()
+            assert (parameters, taker.look_up(keys, **parameters)) == (parameters, chunks)
+
+
+def test_a_router_may_say_it_in_vllms_own_envelope(tmp_path: Path) -> None:
+    keys = keys_of(prompt(6))
+    with pair() as (holder, _, taker, takers):
+        holder.compute(keys)
+        comes(taker, takers, prompt(6))
+        for address, chunks in ((f"tcp://{holder.address}", 6), ("tcp://127.0.0.1:1", 0)):
+            payload = {"source_control_endpoint": address, "block_hashes": [1, 2]}
+            fetch = KvHintAction("a", "kv.fetch", "1.0", payload)
+            taker.empty_host()
+            assert taker.look_up(keys, kv_hints=KvHintsEnvelope("1.0", "m", [fetch])) == chunks
+
+
+def test_what_the_holder_lacks_comes_from_storage(tmp_path: Path) -> None:
+    keys = keys_of(prompt(8))
+    with pair(tmp_path) as (holder, _, taker, takers):
+        taker.compute(keys)
+        taker.empty_host()
+        holder.compute(keys[:3])
+        holder.wait(lambda: taker_sees(taker, takers))
+        operation = ended(takers, start(takers, prompt(8)))
+        assert (operation.state, operation.completed_pages) == (pb.OPERATION_STATE_DONE, 8)
+        assert taker.request(keys) == 8
+
+
+def taker_sees(taker: Offloading, takers: SyncClient) -> bool:
+    """Whether the taker has heard of the holder."""
+    return bool(taker.tier._server._peer._holders.candidates())
+
+
+def test_a_holder_that_empties_its_cache_while_it_lends_ends_no_engine(tmp_path: Path) -> None:
+    keys = keys_of(prompt(8))
+    with pair() as (holder, _, taker, takers):
+        holder.compute(keys)
+        comes(taker, takers, prompt(8))
+        over = threading.Event()
+
+        def empty() -> None:
+            while not over.is_set():
+                holder.empty_host()
+                holder.compute(keys)
+
+        emptying = threading.Thread(target=empty)
+        emptying.start()
+        try:
+            for _ in range(10):
+                taker.empty_host()
+                operation = ended(takers, start(takers, prompt(8)))
+                assert taker.request(keys[: operation.completed_pages]) == operation.completed_pages
+        finally:
+            over.set()
+            emptying.join()
+        holder.wait(holder.nothing_is_held)
+
+
+def test_a_holder_that_is_gone_costs_a_miss(tmp_path: Path) -> None:
+    keys = keys_of(prompt(4))
+    with pair() as (holder, _, taker, takers):
+        holder.compute(keys)
+        comes(taker, takers, prompt(4))
+        holder.tier.shutdown()
+        taker.empty_host()
+        operation = ended(takers, start(takers, prompt(4)))
+        # FAILED where it is asked for what it said a moment ago, DECLINED where it is asked anew.
+        assert operation.state in (pb.OPERATION_STATE_FAILED, pb.OPERATION_STATE_DECLINED)
+        assert operation.completed_pages == 0
+        taker.wait(taker.nothing_is_held)
+
+
+def test_a_pin_that_vllm_makes_after_the_caller_left_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "_BEING_ANSWERED_SECONDS", 0.05)
+    asked, left, given_back = questions.Questions(lambda: None), threading.Event(), threading.Event()
+
+    def pin(parent: Any) -> str:
+        assert left.wait(10.0)
+        return "pinned"
+
+    def answer() -> None:
+        while not given_back.wait(0.001):
+            asked.answer(None)
+
+    engine = threading.Thread(target=answer)
+    engine.start()
+    try:
+        with pytest.raises(PeerUnreachable):
+            asked.ask(pin, 0.05, lambda job: given_back.set() if job == "pinned" else None)
+        assert not given_back.is_set()
+        left.set()
+        assert given_back.wait(10.0)
+    finally:
+        left.set()
+        given_back.set()
+        engine.join()
+
+
+def test_pulls_without_a_tier_that_takes_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="peers"), offloading(tmp_path) as (engine, _):
+        engine.tier._pulls(engine.tier._offloading_spec)
+
+
+def test_a_lookup_counts_what_other_engines_have(tmp_path: Path) -> None:
+    with pair() as (holder, _, taker, takers):
+        holder.compute(keys_of(prompt(5)))
+        holder.wait(lambda: taker_sees(taker, takers))
+        found = takers.lookup(pb.PromptPages(tokens=prompt(5)))
+        assert (found.host_pages, found.storage_pages, found.page_tokens) == (0, 5, BLOCK)

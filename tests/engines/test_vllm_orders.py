@@ -1,0 +1,157 @@
+"""Orders for vLLM's offloading: its own manager, tiers and host memory, ours among them, stepped as by an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvgrpc.client import SyncClient
+from kvgrpc.errors import FeatureDisabled, InvalidRequest
+from kvgrpc.v1 import common_pb2
+from kvgrpc.v1 import prefetch_service_pb2 as pb
+from tests.engines.vllm_tiers import BLOCK, CHUNK_BYTES, CHUNKS, ended, keys_of, offloading, prompt, start
+
+
+def test_an_order_brings_what_storage_has_and_holds_nothing_afterwards(tmp_path: Path) -> None:
+    tokens = prompt(6)
+    with offloading(tmp_path) as (engine, client):
+        engine.compute(keys_of(tokens))
+        engine.empty_host()
+        found = client.lookup(pb.PromptPages(tokens=tokens))
+        assert (found.host_pages, found.storage_pages, found.page_tokens) == (0, 6, BLOCK)
+        operation = ended(client, start(client, tokens))
+        assert (operation.state, operation.completed_pages) == (pb.OPERATION_STATE_DONE, 6)
+        assert operation.bytes == 6 * CHUNK_BYTES
+        assert client.lookup(pb.PromptPages(tokens=tokens)).host_pages == 6
+        engine.wait(engine.nothing_is_held)
+        assert engine.request(keys_of(tokens)) == 6
+
+
+def test_an_order_brings_what_is_behind_the_hosts_own_part_and_does_not_evict_it(tmp_path: Path) -> None:
+    """The head of the prompt is the oldest that the host has, and the host is full."""
+    tokens = prompt(8)
+    keys = keys_of(tokens)
+    with offloading(tmp_path) as (engine, client):
+        engine.compute(keys[:4])
+        engine.compute(keys[4:])
+        engine.empty_host()
+        engine.compute(keys[:4])
+        others = keys_of(prompt(12, 1000))
+        engine.compute(others)
+        operation = ended(client, start(client, tokens))
+        assert (operation.state, operation.covered_pages) == (pb.OPERATION_STATE_DONE, 4)
+        assert operation.completed_pages == 8
+        assert engine.request(keys) == 8
+
+
+def test_what_nobody_has_is_declined_and_what_the_host_has_is_covered(tmp_path: Path) -> None:
+    with offloading(tmp_path) as (engine, client):
+        operation = ended(client, start(client, prompt(3)))
+        assert (operation.state, operation.stop) == (pb.OPERATION_STATE_DECLINED, pb.OPERATION_STOP_BELOW_THRESHOLD)
+        engine.compute(keys_of(prompt(3)))
+        operation = ended(client, start(client, prompt(3)))
+        assert (operation.state, operation.stop) == (pb.OPERATION_STATE_DECLINED, pb.OPERATION_STOP_COVERED)
+
+
+def test_an_order_takes_no_more_than_its_share_of_the_host(tmp_path: Path) -> None:
+    keys = keys_of(prompt(12))
+    with offloading(tmp_path, limits={"occupancy": 0.25}) as (engine, client):
+        engine.compute(keys)
+        engine.empty_host()
+        operation = ended(client, start(client, prompt(12)))
+        assert (operation.state, operation.stop) == (pb.OPERATION_STATE_DONE, pb.OPERATION_STOP_CAPACITY)
+        assert operation.completed_pages == CHUNKS // 4
+        engine.wait(engine.nothing_is_held)
+
+
+def test_the_store_lost_a_chunk_in_the_middle_and_what_is_before_it_came(tmp_path: Path) -> None:
+    keys = keys_of(prompt(6))
+    with offloading(tmp_path) as (engine, client):
+        engine.compute(keys[:3])
+        engine.compute(keys[4:])
+        engine.empty_host()
+        operation = ended(client, start(client, prompt(6)))
+        assert (operation.state, operation.completed_pages) == (pb.OPERATION_STATE_DONE, 3)
+
+
+def test_what_became_of_the_chunks_is_told(tmp_path: Path) -> None:
+    keys = keys_of(prompt(4))
+    with offloading(tmp_path) as (engine, client):
+        engine.compute(keys)
+        engine.empty_host()
+        operation = ended(client, start(client, prompt(4)))
+        engine.request(keys[:3])
+        engine.compute(keys_of(prompt(CHUNKS, 1000)))  # which takes the whole host
+
+        def told() -> tuple[int, int]:
+            (only,) = [each for each in client.list_operations() if each.operation_id == operation.operation_id]
+            return only.used_pages, only.wasted_pages
+
+        engine.wait(lambda: told() == (3, 1))
+
+
+def test_a_router_that_is_gone_leaves_nothing_behind(tmp_path: Path) -> None:
+    keys = keys_of(prompt(6))
+    with offloading(tmp_path) as (engine, client):
+        engine.compute(keys)
+        engine.empty_host()
+        with SyncClient(engine.address) as router:
+            for number in range(5):
+                router.start_prefetch(pb.PromptPages(tokens=prompt(6)), request_id=f"r{number}")
+        engine.wait(lambda: not client.list_operations(open_only=True))
+        engine.wait(engine.nothing_is_held)
+        assert not engine.manager.has_pending_work()
+
+
+def test_an_emptied_cache_ends_an_order_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    """vLLM's reset asserts that no tier holds anything."""
+    keys = keys_of(prompt(8))
+    with offloading(tmp_path) as (engine, client):
+        engine.compute(keys)
+        engine.empty_host()
+        engine.compute(keys[:2])
+        operations = [start(client, prompt(8)) for _ in range(4)]
+        engine.empty_host()
+        for operation in operations:
+            assert ended(client, operation).quiescent
+        engine.wait(engine.nothing_is_held)
+        engine.empty_host()
+        assert ended(client, start(client, prompt(8))).completed_pages == 8
+
+
+def test_what_vllm_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
+    with offloading(tmp_path) as (_, client):
+        for call in (
+            lambda: client.pin_pages(pb.PromptPages(tokens=prompt(1)), 1.0),
+            lambda: client.start_backup(pb.PromptPages(tokens=prompt(1))),
+        ):
+            with pytest.raises(FeatureDisabled):
+                call()
+        info = client.get_cache_info()
+        host = pb.PurgePagesRequest(cache_namespace=info.cache_namespace, tiers=[common_pb2.TIER_HOST])
+        with pytest.raises(FeatureDisabled, match="reset_prefix_cache"):
+            client.purge_pages(host)
+        with pytest.raises(InvalidRequest, match="extra_key"):
+            client.lookup(pb.PromptPages(tokens=prompt(1), extra_key="adapter"))
+
+
+def test_the_tiers_and_their_use_are_told_and_storage_can_be_purged(tmp_path: Path) -> None:
+    with offloading(tmp_path) as (engine, client):
+        engine.compute(keys_of(prompt(5)))
+        info = client.get_cache_info()
+        tiers = {each.tier: each for each in info.tiers}
+        host = tiers[common_pb2.TIER_HOST]
+        assert (host.pages, host.used_pages, host.page_bytes) == (CHUNKS, 5, CHUNK_BYTES)
+        assert (info.storage_backend, info.storage_healthy, info.cache_namespace.page_tokens) == ("file", True, BLOCK)
+        request = pb.PurgePagesRequest(cache_namespace=info.cache_namespace, tiers=[common_pb2.TIER_STORAGE])
+        assert client.purge_pages(request).storage_pages == 5
+        assert client.lookup(pb.PromptPages(tokens=prompt(5))).storage_pages == 5  # the host has them still
+        engine.empty_host()
+        assert client.lookup(pb.PromptPages(tokens=prompt(5))).storage_pages == 0
+
+
+def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
+    for wrong in ({"limits": {"no_such": 1}}, {"no_such": 1}):
+        with pytest.raises(InvalidRequest, match="no_such"), offloading(tmp_path, **wrong):
+            pass

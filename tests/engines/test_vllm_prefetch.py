@@ -1,0 +1,171 @@
+"""A router's orders to a real vLLM that does nothing: what storage has is in its host memory when the request comes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvgrpc.client import SyncClient
+from kvgrpc.client.engines import cache_address
+from kvgrpc.errors import EngineNotFound
+from kvgrpc.server import RegistryServer
+from kvgrpc.v1 import common_pb2
+from kvgrpc.v1 import prefetch_service_pb2 as pb
+from tests.engines.model import Case, Reference
+from tests.engines.vllm_engine import BLOCK, VllmEngine, vllm_arguments
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(900)
+CHUNK_BYTES = 64 << 10  # of the tiny model
+CHUNKS = 32
+
+
+@contextmanager
+def engine(folder: Path, model: Path, registry: str, path: Path) -> Iterator[VllmEngine]:
+    tier = {
+        "type": "KvGrpcTier",
+        "module_path": "kvgrpc.engines.vllm.tier",
+        "storage": "file",
+        "storage_config": {"path": str(path), "max_bytes": "64MB"},
+    }
+    orders = {
+        "type": "KvGrpcOrders",
+        "module_path": "kvgrpc.engines.vllm.orders",
+        "engine": "P0",
+        "registry": registry,
+        "limits": {"threshold_tokens": BLOCK},
+    }
+    offloading = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOnCpu",
+            "spec_module_path": "tests.engines.vllm_offloading_on_cpu",
+            "cpu_bytes_to_use": CHUNKS * CHUNK_BYTES,
+            "secondary_tiers": [tier, orders],
+        },
+    }
+    opened = VllmEngine("offloading", folder, {**vllm_arguments(model, 1), "kv_transfer_config": offloading})
+    try:
+        opened.wait_ready()
+        yield opened
+    finally:
+        opened.close()
+
+
+def address(registry: str) -> str:
+    """As a router finds it: by the engine's name."""
+    end = time.monotonic() + 30
+    while True:
+        with SyncClient(registry) as client:
+            try:
+                return cache_address(client.get_engine("P0"))
+            except EngineNotFound:
+                assert time.monotonic() < end, "the engine's cache is not in the registry"
+                time.sleep(0.1)
+
+
+def compute(opened: VllmEngine, case: Case) -> int:
+    """How many tokens of the prompt were not computed, as the engine counts."""
+    request = opened.generate(case.prompt, len(case.tokens))
+    assert request.result() == case.tokens
+    return request.cached
+
+
+def host(client: SyncClient) -> int:
+    """Chunks that the host has."""
+    (tier,) = [each for each in client.get_cache_info().tiers if each.tier == common_pb2.TIER_HOST]
+    return tier.used_pages
+
+
+def test_a_router_warms_an_idle_engine_and_the_request_that_follows_finds_the_pages(
+    folder: Path, reference: Reference
+) -> None:
+    registry = RegistryServer(["127.0.0.1:0"]).open()
+    try:
+        with engine(folder, reference.path, registry.address, folder / "tier") as opened:
+            where = address(registry.address)
+            with SyncClient(where) as client:
+                case = reference.case(6 * BLOCK + 3)
+                warms_an_idle_engine(opened, client, registry.address, reference, case)
+                a_router_that_dies_leaves_nothing_behind(opened, client, where, reference)
+                a_request_beside_an_order_is_right(opened, client, reference)
+    finally:
+        registry.close()
+
+
+def evicted_from_device_and_host(opened: VllmEngine, client: SyncClient, reference: Reference, case: Case) -> None:
+    """Computed, stored, and then only in storage: other prompts took the host, and the device was emptied."""
+    assert compute(opened, case) == 0
+    prompt = pb.PromptPages(tokens=case.prompt)
+    wait_until(lambda: client.lookup(prompt).storage_pages == 6)
+    for _ in range(CHUNKS // 6 + 1):
+        compute(opened, reference.case(6 * BLOCK))
+    assert opened.is_empty()
+    found = client.lookup(prompt)
+    assert (found.device_pages, found.host_pages, found.storage_pages) == (0, 0, 6)
+
+
+def warms_an_idle_engine(
+    opened: VllmEngine, client: SyncClient, registry: str, reference: Reference, case: Case
+) -> None:
+    evicted_from_device_and_host(opened, client, reference, case)
+    words = [
+        "prefetch",
+        "start",
+        "-s",
+        registry,
+        "--engine",
+        "P0",
+        "--json",
+        "--tokens",
+        " ".join(map(str, case.prompt)),
+    ]
+    said = subprocess.run([sys.executable, "-m", "kvgrpc", *words], capture_output=True, text=True, timeout=60)
+    assert said.returncode == 0, said.stdout + said.stderr
+    operation = json.loads(said.stdout.splitlines()[-1])
+    assert (operation["state"], operation["completedPages"]) == ("OPERATION_STATE_DONE", 6)
+    assert client.lookup(pb.PromptPages(tokens=case.prompt)).host_pages == 6
+
+    assert compute(opened, case) == 6 * BLOCK
+    wait_until(lambda: [each.used_pages for each in client.list_operations()] == [6])
+    assert client.lookup(pb.PromptPages(tokens=case.prompt)).device_pages == 6
+    assert opened.is_empty()
+
+
+def a_router_that_dies_leaves_nothing_behind(
+    opened: VllmEngine, client: SyncClient, where: str, reference: Reference
+) -> None:
+    case = reference.case(6 * BLOCK + 3)
+    evicted_from_device_and_host(opened, client, reference, case)
+    with SyncClient(where) as router:
+        began = router.start_prefetch(pb.PromptPages(tokens=case.prompt), tenant="one that dies")
+    wait_until(lambda: not client.list_operations(open_only=True))
+    # Nothing is pinned: other prompts take all of the host.
+    for _ in range(CHUNKS // 6 + 1):
+        compute(opened, reference.case(6 * BLOCK))
+    assert opened.is_empty()
+    assert client.lookup(pb.PromptPages(tokens=case.prompt), without_storage=True).host_pages == 0
+
+    def told() -> int:
+        return next(each.wasted_pages for each in client.list_operations() if each.operation_id == began.operation_id)
+
+    compute(opened, reference.case(2 * BLOCK))  # what was evicted is looked for in steps
+    wait_until(lambda: told() == 6 or compute(opened, reference.case(BLOCK)) < 0)
+
+
+def a_request_beside_an_order_is_right(opened: VllmEngine, client: SyncClient, reference: Reference) -> None:
+    case = reference.case(6 * BLOCK + 3)
+    evicted_from_device_and_host(opened, client, reference, case)
+    client.start_prefetch(pb.PromptPages(tokens=case.prompt))
+    compute(opened, case)
+    wait_until(lambda: not client.list_operations(open_only=True))
+    assert opened.is_empty()
+    assert host(client) <= CHUNKS

@@ -1,0 +1,354 @@
+"""``kvgrpc-index``: the contract of an index, served natively; what it lacks it says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvgrpc.client import PrefixIndex, SyncClient
+from kvgrpc.errors import CredentialsInvalid, FeatureDisabled, InvalidRequest, PermissionDenied, WrongAudience
+from kvgrpc.events import BlockStored
+from kvgrpc.events.log.digest import hash_key
+from kvgrpc.hashing import sglang_event_hash
+from kvgrpc.model import ModelIdentity
+from kvgrpc.pull.model import PullConfig
+from kvgrpc.registry.model import Endpoints, RankRow
+from kvgrpc.rpc.security import ClientSecurity
+from kvgrpc.server import IndexServer, RegistryServer
+from kvgrpc.v1 import index_service_pb2 as pb
+from tests.support.cache_serving import hashes_of, open_cache_rank, prompt
+from tests.support.native_index import NativeIndex
+from tests.support.publishing import Publishing
+from tests.support.registry_serving import Served
+from tests.support.rust import built_index
+from tests.support.waiting import until, wait_until
+from tests.unit.registry.builders import row
+
+SECRET = "9f86d081884c7d659a2feaa0c55ad015"
+CURRENT = pb.INDEX_SOURCE_STATE_CURRENT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def asked(*hashes: int, **more: object) -> pb.ScoreRequest:
+    request = pb.ScoreRequest(**more)  # type: ignore[arg-type]
+    request.prompts.add().block_hashes.values.extend(hashes)
+    return request
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Publishing]:
+    async with Publishing("P", snapshots=True) as publishing:
+        await publishing.store([1, 2, 3])
+        await publishing.store([4], "CPU")
+        yield publishing
+
+
+@pytest.fixture
+async def client(engine: Publishing) -> AsyncIterator[SyncClient]:
+    index = await asyncio.to_thread(NativeIndex([engine.address, "127.0.0.1:1"]).open)
+    client = await asyncio.to_thread(SyncClient, index.address)
+    await until(lambda: asyncio.to_thread(is_current, client))
+    yield client
+    await asyncio.to_thread(client.close)
+    assert await asyncio.to_thread(index.close) == 0
+
+
+def is_current(client: SyncClient) -> bool:
+    return [source.freshness.state for source in client.list_sources()] == [CURRENT]
+
+
+async def test_score_says_who_holds_each_of_many_prompts(client: SyncClient) -> None:
+    request = asked(1, 2, 3, 4, 5, with_freshness=True)
+    request.prompts.add().block_hashes.values.extend([2, 9])
+    request.prompts.add().block_hashes.values.extend([9])
+    first, second, none = (await asyncio.to_thread(client.score, request)).prompts
+    (score,) = first.scores
+    assert (first.blocks, score.engine, score.device_blocks, score.host_blocks, score.blocks) == (5, "P", 3, 4, 4)
+    assert (score.page_tokens, score.freshness.state, score.freshness.whole) == (16, CURRENT, True)
+    assert [(each.blocks, each.HasField("freshness")) for each in second.scores] == [(1, True)]
+    assert not none.scores
+    (score,) = (await asyncio.to_thread(client.score, asked(1))).prompts[0].scores
+    assert not score.HasField("freshness")
+
+
+async def test_sources_say_what_is_followed_and_what_is_not(client: SyncClient, engine: Publishing) -> None:
+    listed = await asyncio.to_thread(client.list_sources)
+    (source,) = listed
+    assert (source.engine, source.dp, source.address) == ("P", 0, engine.address)
+    assert [(held.medium, held.blocks) for held in source.blocks] == [("CPU", 1), ("GPU", 3)]
+    assert any(line.startswith("127.0.0.1:1: ") for line in listed.not_followed)
+    await engine.restart()
+    await engine.store([7])
+    await until(lambda: asyncio.to_thread(is_current, client))
+    (source,) = await asyncio.to_thread(client.list_sources)
+    assert (source.new_logs, [held.blocks for held in source.blocks]) == (1, [1])
+
+
+async def test_what_it_lacks_or_cannot_mean_has_its_reason(client: SyncClient) -> None:
+    def score(request: pb.ScoreRequest) -> None:
+        client.score(request)
+
+    tokens = pb.ScoreRequest(prompts=[pb.ScorePrompt(sglang=pb.SglangPrompt(token_ids=[1], page_tokens=1))])
+    with pytest.raises(FeatureDisabled) as disabled:
+        await asyncio.to_thread(score, tokens)
+    assert "block_hashes" in disabled.value.metadata["howToEnable"]
+    long = asked(*range(65_537))
+    for request, field in (
+        (pb.ScoreRequest(), "prompts"),
+        (pb.ScoreRequest(prompts=[pb.ScorePrompt()]), "prompts[0].prefix"),
+        (asked(1, engines=["e"] * 1025), "engines"),
+        (long, "prompts[0].block_hashes.values"),
+    ):
+        with pytest.raises(InvalidRequest) as wrong:
+            await asyncio.to_thread(score, request)
+        assert wrong.value.metadata["field"] == field
+
+
+async def test_it_says_what_it_is_and_answers_health(client: SyncClient) -> None:
+    info = await asyncio.to_thread(client.get_server_info)
+    assert info.limits.index.max_score_blocks == 65_536 and "kvgrpc.v1.IndexService" in info.services
+    for service in ("kvgrpc.v1.IndexService", ""):
+        await until(lambda service=service: asyncio.to_thread(is_serving, client, service))  # type: ignore[misc]
+
+
+def is_serving(client: SyncClient, service: str = "kvgrpc.v1.IndexService") -> bool:
+    return client.health(service) == "SERVING"
+
+
+async def test_it_is_ready_once_it_knows_most_of_what_it_follows(engine: Publishing) -> None:
+    await engine.hang_up()
+    served = (await Served().start()).grown_up()
+    await served.register(at_registry(engine, "m"))
+    index = NativeIndex((), "--registry", served.address, "--metrics-listen", "127.0.0.1:0")
+    await asyncio.to_thread(index.open)
+
+    def page(path: str) -> str:
+        try:
+            answer = urllib.request.urlopen(f"http://{index.metrics_address}{path}", timeout=10)
+        except urllib.error.HTTPError as error:
+            answer = error
+        return f"{answer.status} {answer.read().decode()}"
+
+    await until(lambda: asyncio.to_thread(lambda: page("/readyz") == "503 [-] 0 of 1 caches are current\n"))
+    with SyncClient(index.address) as client:
+        assert not await asyncio.to_thread(is_serving, client)
+        await engine.serve()
+        await until(lambda: asyncio.to_thread(is_serving, client))
+        await asyncio.to_thread(client.score, asked(1, 2))
+        await asyncio.to_thread(client.score, asked(77))
+    assert await asyncio.to_thread(page, "/readyz") == "200 [+] 1 of 1 caches are current\n"
+    assert await asyncio.to_thread(page, "/livez") == "200 [+] index\n"
+    lines = (await asyncio.to_thread(page, "/metrics")).splitlines()
+    for line in (
+        'kvgrpc_index_sources{state="CURRENT"} 1',
+        'kvgrpc_index_sources{state="CONNECTING"} 0',
+        "kvgrpc_index_blocks 4",
+        "kvgrpc_index_lag_batches 0",
+        "kvgrpc_index_prompts_total 2",
+        "kvgrpc_index_prompt_misses_total 1",
+    ):
+        assert line in lines, lines
+    await asyncio.to_thread(index.close)
+    await served.stop()
+
+
+async def test_a_restarted_one_goes_on_from_what_either_index_saved(tmp_path: Path) -> None:
+    saved = str(tmp_path / "index")
+    async with Publishing("a", snapshots=True) as first, Publishing("b", snapshots=True) as second:
+        await first.store([1, 2])
+        await first.store([1])  # twice: it is there until it was removed twice
+        window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 16}
+        await first.publish(BlockStored([1, 2], None, [], 16, medium="GPU", group_idx=1, **window))  # type: ignore[arg-type]
+        await second.store([1, 2, 3], "CPU")
+        sources = [first.address, second.address]
+        index = await asyncio.to_thread(NativeIndex(sources, "--saved", saved).open)
+        assert await known(index, [(2, 2), (0, 3)]) == [1, 1]
+        await asyncio.to_thread(index.close)
+        async with PrefixIndex(sources=sources, saved=saved) as in_python:
+            await in_python.until_current(2)
+            assert [source.counts.snapshots for source in in_python.sources()] == [0, 0], "Python reads the file too"
+        await first.remove([1])
+        await first.store([3])
+        await second.restart()
+        await second.store([1])
+        index = await asyncio.to_thread(NativeIndex(sources, "--saved", saved).open)
+        assert await known(index, [(2, 2), (1, 1)]) == [0, 1], "the log of a went on, that of b did not"
+        await asyncio.to_thread(index.close)
+
+
+async def known(index: NativeIndex, blocks: list[tuple[int, int]]) -> list[int]:
+    """Waits until both are current and hold so many of three blocks, on the device and anywhere; their snapshots."""
+
+    def found() -> list[tuple[int, int]]:
+        with SyncClient(index.address) as client:
+            if [source.freshness.state for source in client.list_sources()] != [CURRENT] * 2:
+                return []
+            scores = client.score(asked(1, 2, 3)).prompts[0].scores
+            return [(score.device_blocks, score.blocks) for score in sorted(scores, key=lambda score: score.engine)]
+
+    await until(lambda: asyncio.to_thread(lambda: found() == blocks))
+    with SyncClient(index.address) as client:
+        return [source.snapshots for source in await asyncio.to_thread(client.list_sources)]
+
+
+async def test_a_damaged_file_costs_its_snapshots_and_nothing_else(engine: Publishing, tmp_path: Path) -> None:
+    saved = tmp_path / "index"
+    saved.write_bytes(b"nonsense")
+    index = await asyncio.to_thread(NativeIndex([engine.address], "--saved", str(saved)).open)
+    with SyncClient(index.address) as client:
+        await until(lambda: asyncio.to_thread(is_current, client))
+        listed = await asyncio.to_thread(client.list_sources)
+        assert listed.not_followed == ["saved file: all snapshots are taken anew: its checksum is wrong"]
+    assert await asyncio.to_thread(index.close) == 0
+    assert b"kvgrpc index 1" in saved.read_bytes()
+
+
+def test_plans_are_those_of_the_index_in_python(tmp_path: Path) -> None:
+    registry = RegistryServer(["127.0.0.1:0"]).open()
+    in_python = IndexServer(["127.0.0.1:0"], registry=registry.address).open()
+    native = NativeIndex((), "--registry", registry.address).open()
+    ranks = []
+    for name, waiting, pages in (("a", 100_000, 12), ("b", 50_000, 5), ("c", 0, 0), ("d", 20_000, 8)):
+        events: Any = {"publisher": "null"}
+        rank = open_cache_rank(tmp_path, None, engine=name, registry=registry.address, pull=PullConfig(), events=events)
+        rank.rank.load.say(prefill_tokens_per_second=100.0 if name != "d" else 0.0, waiting_tokens=waiting)
+        rank.fill(hashes_of(prompt(pages)))
+        ranks.append(rank)
+    values = [hash_key(sglang_event_hash(bytes.fromhex(each))) for each in hashes_of(prompt(12))]
+    try:
+        with SyncClient(in_python.address) as one, SyncClient(native.address) as other:
+
+            def plans(client: SyncClient, **more: Any) -> list[pb.PromptPlan]:
+                prompt_ = pb.ScorePrompt(block_hashes=pb.BlockHashes(values=values))
+                prompts = [pb.PlanPrompt(prompt=prompt_, **more), pb.PlanPrompt(prompt=prompt_, tokens=10_000)]
+                return list(client.plan(pb.PlanRequest(prompts=prompts, max_placements=10)).plans)
+
+            def same(**more: Any) -> bool:
+                ours, theirs = plans(one, **more), plans(other, **more)
+                return len(ours[0].placements) > 0 and ours == theirs
+
+            def all_is_told(client: SyncClient) -> bool:
+                told = [each.load.waiting_tokens for each in plans(client)[0].placements]
+                return sorted(told) == [0, 20_000, 50_000, 100_000]
+
+            for client in (one, other):
+                wait_until(lambda client=client: all_is_told(client))  # type: ignore[misc]
+            wait_until(same)
+            assert any(each.HasField("pull") for each in plans(other)[0].placements)
+            for more in ({"engines": ["b", "c"]}, {"sources": ["b"]}, {"tokens": 77}):
+                wait_until(lambda more=more: same(**more))  # type: ignore[misc]
+            for request, field in (
+                (pb.PlanRequest(), "prompts"),
+                (pb.PlanRequest(prompts=[pb.PlanPrompt()]), "prompts[0].prompt.prefix"),
+                (pb.PlanRequest(prompts=[pb.PlanPrompt(engines=["e"] * 1025)]), "prompts[0].engines"),
+            ):
+                with pytest.raises(InvalidRequest) as wrong:
+                    other.plan(request)
+                assert wrong.value.metadata["field"] == field
+            # What was reserved counts for others until the engine has told what it has to do.
+            prompt_ = pb.ScorePrompt(block_hashes=pb.BlockHashes(values=values))
+            first, second = (
+                other.plan(pb.PlanRequest(prompts=[pb.PlanPrompt(prompt=prompt_, engines=["c"])], reserve=True))
+                for _ in range(2)
+            )
+            queues = [answer.plans[0].placements[0].queue_time.ToSeconds() for answer in (first, second)]
+            assert queues[0] < queues[1] or second.plans[0].placements[0].compute_tokens == 0
+    finally:
+        for each in ranks:
+            each.close()
+        native.close()
+        in_python.close()
+        registry.close()
+
+
+async def test_engines_of_a_registry_are_followed_and_another_models_is_never_told(engine: Publishing) -> None:
+    served = (await Served().start()).grown_up()
+    index = await asyncio.to_thread(NativeIndex((), "--registry", served.address).open)
+    async with Publishing("Q", snapshots=True) as other:
+        await other.store([1, 2])
+        await served.register(at_registry(engine, "m"))
+        await served.register(at_registry(other, "n"))
+        with SyncClient(index.address) as client:
+
+            def holders(model: str) -> list[str]:
+                request = asked(1, 2)
+                request.prompts[0].model = model
+                return [score.engine for score in client.score(request).prompts[0].scores]
+
+            await until(lambda: asyncio.to_thread(lambda: holders("m") == ["P"] and holders("n") == ["Q"]))
+            with pytest.raises(InvalidRequest, match="m or n"):
+                await asyncio.to_thread(holders, "")
+    await asyncio.to_thread(index.close)
+    await served.stop()
+
+
+def at_registry(engine: Publishing, model: str) -> RankRow:
+    made = row(engine.engine, port=int(engine.address.rpartition(":")[2]), model=ModelIdentity(name=model))
+    return replace(made, serves_events=True, endpoints=Endpoints(grpc=engine.address))
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[str]:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"# who\nconsumer router:{SECRET}\noperator:{SECRET}o\n")
+    index = NativeIndex(["127.0.0.1:1"], "--tokens-file", str(tokens)).open()
+    yield index.address
+    index.close()
+
+
+def test_a_token_lets_in_whom_it_is_meant_for(guarded: str) -> None:
+    with SyncClient(guarded, security=ClientSecurity(token=SECRET)) as client:
+        assert not client.score(asked(1)).prompts[0].scores
+        with pytest.raises(PermissionDenied):
+            client.drain()
+    with SyncClient(guarded) as client, pytest.raises(CredentialsInvalid):
+        client.score(asked(1))
+    with SyncClient(guarded, security=ClientSecurity(token="x" * 32)) as client, pytest.raises(CredentialsInvalid):
+        client.score(asked(1))
+    elsewhere = ClientSecurity(token=SECRET, audience="10.1.2.3:8997")
+    with SyncClient(guarded, security=elsewhere) as client, pytest.raises(WrongAudience):
+        client.score(asked(1))
+    with SyncClient(guarded, security=ClientSecurity(token=SECRET + "o")) as client:
+        client.drain()
+        wait_until(lambda: client.get_server_info().draining)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--listen", "0.0.0.0:0", "--source", "127.0.0.1:1"], "there is no TLS"),
+        (["--listen", "127.0.0.1:0"], "name a registry"),
+        (["--listen", "127.0.0.1:0", "--source", "nowhere"], "nowhere"),
+        (["--listen", "127.0.0.1:0", "--source", "127.0.0.1:1", "--tokens-file", "/dev/null"], "nobody could call"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_the_start(arguments: list[str], why: str) -> None:
+    done = subprocess.run([built_index(), *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and why in done.stderr, done
+
+
+def test_serve_index_native_becomes_it_where_it_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "kvgrpc-index").symlink_to(built_index())
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "kvgrpc", "serve", "index", "--native", "--source", "127.0.0.1:1"]
+    lacking = subprocess.run([*command, "--live"], capture_output=True, text=True, env=environ, timeout=60)
+    assert lacking.returncode == 2 and "no --live" in lacking.stderr
+    listen = [*command, "--listen", "127.0.0.1:0", "--saved", str(tmp_path / "saved")]
+    process = subprocess.Popen(listen, stdout=subprocess.PIPE, text=True, env=environ)
+    assert process.stdout is not None
+    began = time.monotonic()
+    assert process.stdout.readline().startswith("kvgrpc index listens on 127.0.0.1:")
+    process.terminate()
+    assert process.wait(30) == 0 and time.monotonic() - began < 30
