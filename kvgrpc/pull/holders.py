@@ -156,7 +156,7 @@ class Holders:
                     await self._read(address)
             except KvGrpcError as error:
                 self._lines.warning("registry", f"holders of pages are not heard of: {one_line(str(error))}")
-                await self._channels.hang_up(address)
+                self._channels.hang_up(address)
                 await asyncio.sleep(pause_before(attempt, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, error))
                 attempt += 1
 
@@ -226,7 +226,7 @@ class Holders:
             raise
         finally:
             self._in_use[address] -= 1
-            await self._channels.trim(+self._in_use)
+            self._channels.trim(+self._in_use)
 
     def _check(self, holder: Holder, lent: Lent) -> None:
         """A holder speaks for its own engine, and for the part of it that was asked: what it says is believed next, and

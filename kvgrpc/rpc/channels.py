@@ -7,6 +7,8 @@ from collections.abc import Callable, Container
 
 import grpc
 
+from kvgrpc.rpc.channel import retire
+
 MAX_CHANNELS = 256
 
 
@@ -24,18 +26,19 @@ class ChannelPool:
         self._channels.move_to_end(address)
         return channel
 
-    async def trim(self, in_use: Container[str]) -> None:
+    def trim(self, in_use: Container[str]) -> None:
         """Closes the least used channel that is not in use, where there are more than MAX_CHANNELS."""
         if len(self._channels) > MAX_CHANNELS:
             idle = next((address for address in self._channels if address not in in_use), None)
             if idle is not None:
-                await self.hang_up(idle)
+                self.hang_up(idle)
 
-    async def hang_up(self, address: str) -> None:
-        """The next call dials anew: it must not inherit how long a channel waits between its own attempts."""
+    def hang_up(self, address: str) -> None:
+        """The next call dials anew: it must not inherit how long a channel waits between its own attempts. Calls that
+        are under way go on."""
         channel = self._channels.pop(address, None)
         if channel is not None:
-            await channel.close()
+            retire(channel)
 
     def is_connected(self, address: str) -> bool:
         channel = self._channels.get(address)

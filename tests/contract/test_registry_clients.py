@@ -382,6 +382,21 @@ class TestResolver:
         assert (await asking).ready
         await new.stop()
 
+    async def test_a_registry_is_met_as_soon_as_it_is_back_whoever_else_asks_it(self) -> None:
+        resolver = Resolver(lambda address: open_channel(address, own_connection=True))
+        gone = await Served().start()
+        await gone.stop()
+        patient = asyncio.ensure_future(resolver.resolve(gone.address, "P", Role.PREFILL, timeout=30))
+        for _ in range(6):  # a channel that all of them shared would try each 2 s only by now
+            with pytest.raises(PeerUnreachable):
+                await resolver.resolve(gone.address, "Q", Role.PREFILL, timeout=1.0, wait_ready=False)
+        back = (await Served().start(gone.port)).grown_up()
+        await back.register(row())
+        assert (await resolver.resolve(back.address, "P", Role.PREFILL, timeout=1.0, wait_ready=False)).ready
+        assert (await patient).ready
+        await resolver.close()
+        await back.stop()
+
     async def test_a_registry_that_is_not_there_is_unreachable_after_the_timeout(self, resolver: Resolver) -> None:
         gone = await Served().start()
         await gone.stop()

@@ -80,18 +80,18 @@ class Following:
                     name, why = followed.engine or followed.role.name, one_line(str(error))
                     _log.info("following %s at %s: %s", name, followed.address, why)
                     if isinstance(error, PeerUnreachable):
-                        await self._hang_up(followed.address)
+                        self._hang_up(followed.address)
                     await asyncio.sleep(pause_before(attempt, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, error))
                     attempt += 1
         finally:
             del self._streams[followed]
             stream.end()
-        await self._hang_up(followed.address)
+        self._hang_up(followed.address)
 
-    async def _hang_up(self, address: str) -> None:
+    def _hang_up(self, address: str) -> None:
         """Unless another stream goes over the same channel: it would end, and miss what changes meanwhile."""
         if not any(stream.reads for followed, stream in self._streams.items() if followed.address == address):
-            await self._channels.hang_up(address)
+            self._channels.hang_up(address)
 
     async def _read(self, followed: _Followed, stream: _Stream) -> None:
         """Until nobody wants it any more. Raises PeerUnreachable where the stream ends."""

@@ -86,7 +86,7 @@ class Resolver:
             without_pools=not question.with_pools,
         )
         channel = self._channels.get(question.address)
-        await self._channels.trim({pending.address for pending in self._pending})
+        self._channels.trim({pending.address for pending in self._pending})
         with domain_errors(question.address):
             response = await RegistryServiceStub(channel).ResolveRanks(request, timeout=timeout)
         return wire.engine_from_pb(response.engine, self._pools)
@@ -95,10 +95,11 @@ class Resolver:
         if self._pending.get(question) is pending:
             del self._pending[question]
 
-    async def hang_up(self, question: _Question) -> None:
-        """Unless another question goes over the same channel."""
-        if all(other.address != question.address for other in self._pending if other != question):
-            await self._channels.hang_up(question.address)
+    def hang_up(self, question: _Question) -> None:
+        """Unless the channel stands and another question goes over it."""
+        alone = all(other.address != question.address for other in self._pending if other != question)
+        if alone or not self.is_connected(question.address):
+            self._channels.hang_up(question.address)
 
     def is_connected(self, address: str) -> bool:
         return self._channels.is_connected(address)
@@ -143,11 +144,11 @@ class _Pending:
                 return await self._resolver.ask(self._question, self._remaining())
             except KvGrpcError as error:
                 self._error = error
+                if isinstance(error, PeerUnreachable):
+                    self._resolver.hang_up(self._question)
                 pause = pause_before(attempt, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, error)
                 if not self._worth_asking_again(error) or pause >= self._remaining():
                     raise
-                if isinstance(error, PeerUnreachable):
-                    await self._resolver.hang_up(self._question)
             attempt += 1
             await asyncio.sleep(pause)
 

@@ -163,7 +163,7 @@ class RoomSearch:
         address = target.address
         self._asked[address] += 1
         try:
-            await self._channels.trim(self._asked)
+            self._channels.trim(self._asked)
             call = TransferServiceStub(self._channels.get(address)).LocateRooms
             request = pb.LocateRoomsRequest(rooms=wire.room_keys_to_pb(keys))
             return wire.room_keys((await call(request, timeout=_CALL_SECONDS)).rooms)
