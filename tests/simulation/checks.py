@@ -26,7 +26,8 @@ KNOWS_OF_A_STOP = TIMING.ping_interval + TIMING.ping_timeout + TIMING.welcome_wi
 
 @dataclass(eq=False)
 class Promise:
-    """Something that must be so ``by`` a tick, unless another fault touches one of ``processes`` before."""
+    """Something that must be so ``by`` a tick, unless another fault touches one of ``processes`` before, or the process
+    that took the place of a killed one at the address ``successor_at``."""
 
     what: str
     key: RoomKey
@@ -35,11 +36,7 @@ class Promise:
     kept: Callable[[], bool]
     processes: tuple[Process, ...]
     disturbances: int
-
-    @property
-    def void(self) -> bool:
-        """Another fault happened: the fault is not a single one."""
-        return sum(process.disturbances for process in self.processes) != self.disturbances
+    successor_at: str | None = None
 
 
 class Promises:
@@ -53,7 +50,8 @@ class Promises:
     def after_death_of_prefill(self, prefill: PrefillProcess) -> None:
         for link in self._standing(prefill):
             for key, kept in _open_at_decode(link):
-                self._promise("decode knows of a killed prefill", key, DECODE_KNOWS_OF_A_DEATH, kept, link.decode)
+                what, within = "decode knows of a killed prefill", DECODE_KNOWS_OF_A_DEATH
+                self._promise(what, key, within, kept, link.decode, successor_at=link.address)
 
     def after_stop_of_prefill(self, prefill: PrefillProcess) -> None:
         for link in self._standing(prefill):
@@ -64,8 +62,11 @@ class Promises:
         for link in self._standing(decode):
             prefill = link.prefill
             assert prefill is not None
-            for key, kept in _open_at_prefill(prefill.core, prefill.core.pairs[decode.ref]):
-                self._promise("prefill knows of a killed decode", key, PREFILL_KNOWS_OF_A_DEATH, kept, prefill)
+            pair = prefill.core.pairs[decode.ref]
+            # One that was stopped, or held, before it was killed has the time of a stopped one, from its last word.
+            within = max(PREFILL_KNOWS_OF_A_DEATH, pair.heard_at + KNOWS_OF_A_STOP - prefill.core.now)
+            for key, kept in _open_at_prefill(prefill.core, pair):
+                self._promise("prefill knows of a killed decode", key, within, kept, prefill)
 
     def check(self) -> None:
         """Once a tick."""
@@ -73,7 +74,7 @@ class Promises:
         for promise in self._open:
             if promise.kept():
                 self.kept.setdefault(promise.what, []).append(self._world.now - promise.since)
-            elif promise.void:
+            elif self._void(promise):
                 continue
             elif self._world.now > promise.by:
                 self._world.violate(f"not in time: {promise.what}", promise.key)
@@ -94,9 +95,23 @@ class Promises:
             if link.stream.pair.up and pair is not None and pair.stream is link:
                 yield link
 
-    def _promise(self, what: str, key: RoomKey, within: int, kept: Callable[[], bool], *processes: Process) -> None:
+    def _promise(
+        self,
+        what: str,
+        key: RoomKey,
+        within: int,
+        kept: Callable[[], bool],
+        *processes: Process,
+        successor_at: str | None = None,
+    ) -> None:
         now, disturbances = self._world.now, sum(process.disturbances for process in processes)
-        self._open.append(Promise(what, key, now, now + within + LATENCY, kept, processes, disturbances))
+        self._open.append(Promise(what, key, now, now + within + LATENCY, kept, processes, disturbances, successor_at))
+
+    def _void(self, promise: Promise) -> bool:
+        """Another fault happened: the fault is not a single one."""
+        successor = self._world.listening.get(promise.successor_at or "")
+        disturbed = sum(process.disturbances for process in promise.processes) != promise.disturbances
+        return disturbed or (successor is not None and successor.disturbances > 0)
 
 
 def _open_at_decode(link: Link) -> Iterator[tuple[RoomKey, Callable[[], bool]]]:

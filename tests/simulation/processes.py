@@ -36,7 +36,7 @@ TIMING = Timing(room_deadline=300, unclaimed=300, ended_record=60)
 class Process:
     """``state``: running, held (one of its threads holds the interpreter), stopped (SIGSTOP) or dead.
 
-    ``disturbances``: faults that touched it.
+    ``disturbances``: faults that touched it. ``went_on_at``: when it was last stopped or held no more.
     """
 
     def __init__(self, world: World, number: int, ref: RankRef) -> None:
@@ -46,6 +46,7 @@ class Process:
         self.state = "running"
         self.stopped_forever = False
         self.disturbances = 0
+        self.went_on_at = -1_000
         self._commands: deque[Callable[[], object]] = deque()
 
     def post(self, action: Callable[..., object], *arguments: object) -> None:

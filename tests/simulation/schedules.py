@@ -180,7 +180,10 @@ class Schedule(World):
         elif kind.startswith("hold"):
             for process in (decode, prefill):
                 if kind.endswith(("both", "decode" if process is decode else "prefill")):
-                    self.hold(process, rnd.choice([5, 15, 50, 120, TIMING.silence - LATENCY]))
+                    ticks = rnd.choice([5, 15, 50, 120, TIMING.silence - LATENCY])
+                    # One that has just come back says first what it is over with: a decode loses its stream otherwise.
+                    if self.now > process.went_on_at + LATENCY:
+                        self.hold(process, ticks)
         elif kind == "cut":
             self.cut(decode, prefill, rnd.choice([5, 15, 50, 150]))
         elif kind == "kill prefill behind a cut":  # what its kernel still has arrives long after

@@ -161,7 +161,7 @@ class World:
         if process.state in ("stopped", "held") and not process.stopped_forever:
             self._disturb(process)
             self.note(process.ref, "goes on")
-            process.state = "running"
+            process.state, process.went_on_at = "running", self.now
 
     def cut(self, decode: DecodeProcess, prefill: PrefillProcess, ticks: int) -> None:
         self._disturb(decode)

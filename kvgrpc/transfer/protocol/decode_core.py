@@ -144,7 +144,7 @@ class DecodeCore:
             pair = self._pair(target)
             bound.add(target.ref.rank)
             room.parts = (*room.parts, DecodePart(pair))
-            pair.rooms.add(room.key)
+            pair.rooms[room.key] = None
             pair.wait(self.now)
             failure = self._refusal_of(pair)
             if failure is not None:
@@ -449,7 +449,7 @@ class DecodeCore:
             if room.failure is not None:
                 self._work.failed.append(room)
             for part in room.parts:
-                part.pair.rooms.discard(room.key)
+                part.pair.rooms.pop(room.key, None)
 
     # Pairs.
 
@@ -523,7 +523,7 @@ class DecodeCore:
         room.resolved_again = True
         room.bound = False
         room.parts = tuple(each for each in room.parts if each is not part)
-        part.pair.rooms.discard(room.key)
+        part.pair.rooms.pop(room.key, None)
         self._work.resolves.append(room)
 
     def _tick_pair(self, pair: DecodePair) -> None:

@@ -83,7 +83,7 @@ class DecodePair:
         self.open_connections: frozenset[str] | None = frozenset()
         self.next_ask_at = 0
         self.pending_rooms: dict[RoomKey, None] = {}
-        self.rooms: set[RoomKey] = set()
+        self.rooms: dict[RoomKey, None] = {}
         self.refusals: dict[RoomKey, Failure] = {}
 
     @property

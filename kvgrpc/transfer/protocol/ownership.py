@@ -26,7 +26,7 @@ class Ownership:
     def own(self, pair: PrefillPair, room: PrefillRoom) -> None:
         """Makes this decode incarnation the owner of the room at its place, as the first one that names it."""
         room.owner, room.engine = pair, pair.ref.rank.engine
-        pair.rooms.add(room.key)
+        pair.rooms[room.key] = None
 
     def may_name(self, engine: str, key: RoomKey) -> bool:
         """True if the room's sender left it open which engine's decode gets it, or named this one."""

@@ -707,7 +707,7 @@ class PrefillCore:
             self._unnamed.drop(room.key)
         self._owners.wait_no_more(room)
         if room.owner is not None:
-            room.owner.rooms.discard(room.key)
+            room.owner.rooms.pop(room.key, None)
             room.owner.forgotten -= room.forgotten
             room.owner.pending_rooms.pop(room.key, None)
 

@@ -55,7 +55,7 @@ class PrefillPair:
         self.lost = self.silent = False
         self.pending_rooms: dict[RoomKey, None] = {}
         self.answers: dict[RoomKey, tuple[Failure, Writes]] = {}
-        self.rooms: set[RoomKey] = set()
+        self.rooms: dict[RoomKey, None] = {}
         self.unclaimed = 0
         self.forgotten = 0
         self.unknown_writes = self.next_probe_at = 0
