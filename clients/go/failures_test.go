@@ -21,7 +21,7 @@ import (
 	kvgrpcv1 "kvgrpc.dev/go/kvgrpc/v1"
 )
 
-// A row of the table of docs/consumers.md, which every follower is tested with.
+// A row of the table of docs/followers.md, which every follower is tested with.
 type failureRow struct {
 	Statuses     []string `json:"statuses"`
 	RetrySeconds *int64   `json:"retry_seconds"`

@@ -17,7 +17,7 @@ import (
 	kvgrpcv1 "kvgrpc.dev/go/kvgrpc/v1"
 )
 
-// The rules of docs/consumers.md, over calls that answer at once, in a time of their own.
+// The rules of docs/followers.md, over calls that answer at once, in a time of their own.
 
 type answers struct {
 	said []*kvgrpcv1.WatchResponse

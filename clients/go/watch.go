@@ -338,7 +338,7 @@ func (watch *watcher) void(cause error) {
 	_ = watch.tell(Void{cause})
 }
 
-// failed decides what the end of a call means, and how long to wait before the next; docs/consumers.md has the table.
+// failed decides what the end of a call means, and how long to wait before the next; docs/followers.md has the table.
 func (watch *watcher) failed(err error) time.Duration {
 	failure, isStatus := FailureOf(err)
 	switch failure.Reason {

@@ -1,4 +1,4 @@
-//! A Watch that goes on over breaks and restarts: the rules of docs/consumers.md.
+//! A Watch that goes on over breaks and restarts: the rules of docs/followers.md.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -397,7 +397,7 @@ impl<C: Calls, L: Listener> Watcher<C, L> {
         self.told.push_back(Item::Void(cause));
     }
 
-    /// The call is over. Decides what that means, and how long to wait before the next; docs/consumers.md has the table.
+    /// The call is over. Decides what that means, and how long to wait before the next; docs/followers.md has the table.
     fn end(&mut self, cause: Cause) {
         (self.call, self.waiting) = (None, None);
         let refusal = match &cause {

@@ -148,7 +148,7 @@ class Pauses {
   }
 }
 
-/** Whether time alone can hardly mend it; docs/consumers.md has the table. */
+/** Whether time alone can hardly mend it; docs/followers.md has the table. */
 function isLasting(failure: Failure, begun: boolean): boolean {
   return !mayRepeat(failure) && !BROKEN.has(failure.code) && !(begun && BROKEN_WITHIN.has(failure.code));
 }

@@ -1,4 +1,4 @@
-/** What a follower does about each failure: the table of docs/consumers.md, which Python and Go are tested with too. */
+/** What a follower does about each failure: the table of docs/followers.md, which Python and Go are tested with too. */
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { dirname, join } from "node:path";

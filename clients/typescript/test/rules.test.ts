@@ -1,4 +1,4 @@
-/** The rules of docs/consumers.md: what a cache shows with each item, over calls that answer at once and pauses that take no time. */
+/** The rules of docs/followers.md: what a cache shows with each item, over calls that answer at once and pauses that take no time. */
 import assert from "node:assert/strict";
 import { test, type TestContext } from "node:test";
 

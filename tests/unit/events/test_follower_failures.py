@@ -1,4 +1,4 @@
-"""What a follower does about each failure: the table of docs/consumers.md, by which all three languages are tested."""
+"""What a follower does about each failure: the table of docs/followers.md, by which all three languages are tested."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_publishers_that_refuse_everything_are_asked_twice_a_pause_at_most() -> 
 
 
 def test_the_page_has_the_table() -> None:
-    page = (ROOT / "docs/consumers.md").read_text()
+    page = (ROOT / "docs/followers.md").read_text()
     rows = re.findall(r"^\| (.+) \| ((?:forget|keep).*) \| (.+) \|$", page, re.MULTILINE)
     told = [(set(names.replace(" of ", " ").split(", ")), cursor, first) for names, cursor, first in rows]
     for row in ROWS:

@@ -1,4 +1,4 @@
-//! What a follower does about each failure: the table of docs/consumers.md, as tests/conformance/events/failures.json has it.
+//! What a follower does about each failure: the table of docs/followers.md, as tests/conformance/events/failures.json has it.
 
 use std::time::Duration;
 

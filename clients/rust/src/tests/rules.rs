@@ -1,4 +1,4 @@
-//! The rules of docs/consumers.md, over calls that answer at once.
+//! The rules of docs/followers.md, over calls that answer at once.
 
 use tonic::{Code, Status};
 
