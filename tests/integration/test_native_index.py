@@ -116,6 +116,15 @@ async def test_what_it_lacks_or_cannot_mean_has_its_reason(client: SyncClient) -
         assert wrong.value.metadata["field"] == field
 
 
+async def test_a_state_of_sources_that_it_does_not_know_is_refused(client: SyncClient) -> None:
+    unknown, unspecified = pb.IndexSourceState.ValueType(6), pb.INDEX_SOURCE_STATE_UNSPECIFIED
+    for states, field in (([unknown], "states[0]"), ([CURRENT, unspecified], "states[1]")):
+        with pytest.raises(InvalidRequest) as wrong:
+            await asyncio.to_thread(client.list_sources, states=states)
+        assert wrong.value.metadata["field"] == field
+    assert await asyncio.to_thread(client.list_sources, states=[CURRENT])
+
+
 async def test_it_says_what_it_is_and_answers_health(client: SyncClient) -> None:
     info = await asyncio.to_thread(client.get_server_info)
     assert info.limits.index.max_score_blocks == 65_536 and "kvgrpc.v1.IndexService" in info.services
@@ -188,6 +197,24 @@ async def test_a_restarted_one_goes_on_from_what_either_index_saved(tmp_path: Pa
         await asyncio.to_thread(index.close)
 
 
+async def test_one_that_is_stopped_before_it_knows_all_again_keeps_what_was_saved(
+    engine: Publishing, tmp_path: Path
+) -> None:
+    saved = tmp_path / "index"
+    async with Publishing("a", snapshots=True) as other:
+        await other.store([1, 2])
+        sources = [engine.address, other.address]
+        index = await asyncio.to_thread(NativeIndex(sources, "--saved", str(saved)).open)
+        assert await known(index, [(3, 3), (2, 2)]) == [1, 1]
+        await asyncio.to_thread(index.close)
+        before = saved.read_bytes()
+    index = await asyncio.to_thread(NativeIndex(sources, "--saved", str(saved)).open)
+    with SyncClient(index.address) as client:
+        await until(lambda: asyncio.to_thread(is_current, client))
+    assert await asyncio.to_thread(index.close) == 0
+    assert saved.read_bytes() == before, "what was known of a is gone"
+
+
 async def known(index: NativeIndex, blocks: list[tuple[int, int]]) -> list[int]:
     """Waits until both are current and hold so many of three blocks, on the device and anywhere; their snapshots."""
 
@@ -247,7 +274,7 @@ def test_plans_are_those_of_the_index_in_python(tmp_path: Path) -> None:
                 wait_until(lambda client=client: all_is_told(client))  # type: ignore[misc]
             wait_until(same)
             assert any(each.HasField("pull") for each in plans(other)[0].placements)
-            for more in ({"engines": ["b", "c"]}, {"sources": ["b"]}, {"tokens": 77}):
+            for more in ({"engines": ["b", "c"]}, {"sources": ["b"]}, {"tokens": 77}, {"tokens": 5000}):
                 wait_until(lambda more=more: same(**more))  # type: ignore[misc]
             for request, field in (
                 (pb.PlanRequest(), "prompts"),
@@ -311,8 +338,9 @@ def guarded(tmp_path: Path) -> Iterator[str]:
 def test_a_token_lets_in_whom_it_is_meant_for(guarded: str) -> None:
     with SyncClient(guarded, security=ClientSecurity(token=SECRET)) as client:
         assert not client.score(asked(1)).prompts[0].scores
-        with pytest.raises(PermissionDenied):
+        with pytest.raises(PermissionDenied) as denied:
             client.drain()
+        assert denied.value.metadata["method"] == "/kvgrpc.v1.ServerService/Drain"
     with SyncClient(guarded) as client, pytest.raises(CredentialsInvalid):
         client.score(asked(1))
     with SyncClient(guarded, security=ClientSecurity(token="x" * 32)) as client, pytest.raises(CredentialsInvalid):

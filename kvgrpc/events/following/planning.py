@@ -158,8 +158,9 @@ def _place(
     load, cache = at.load or EngineLoad(), (at.engine, at.dp)
     rates = dict(load.pull_rates)
     speed = load.prefill_tokens_per_second or typical
-    tokens = max(asked.tokens, at.blocks * at.page_tokens)
-    without = tokens - at.match.storage * at.page_tokens
+    # The prompt may be hashed by other pages than this cache has: its hashes are no measure of it then.
+    tokens = asked.tokens or at.blocks * at.page_tokens
+    without = max(0, tokens - at.match.storage * at.page_tokens)
     best: PullChoice | None = None
     if not speed:
         return Placement(*cache, at.match, at.page_tokens, None, without, None, None, None, None, False, at.load)
@@ -170,7 +171,7 @@ def _place(
         pull = _pull(at, load, rates, source, given, usual)
         if pull is None:
             continue
-        left = tokens - pull.host_blocks * at.page_tokens
+        left = max(0, tokens - pull.host_blocks * at.page_tokens)
         # It waits for its turn anyway; pages come meanwhile.
         seconds = max(queue, pull.seconds) + left / speed
         saved = pull.blocks * at.page_tokens / speed

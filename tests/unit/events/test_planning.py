@@ -53,6 +53,27 @@ def test_an_idle_engine_that_has_the_prompt_gets_it() -> None:
     assert other.pull is not None and other.pull.engine == "warm"
 
 
+def test_a_prompt_has_its_own_tokens_whatever_the_pages_of_a_cache() -> None:
+    """1,600 tokens hashed by 16 are 100 hashes: a cache with pages of 64 had 6,400 tokens to compute."""
+    asked = PROMPT._replace(tokens=1600)
+    large = holding("large")._replace(page_tokens=64)
+    assert [each.compute_tokens for each in placed(large, asked=asked)] == [1600]
+    assert [each.compute_tokens for each in placed(holding("small", 90), large, asked=asked)] == [160, 1600]
+
+
+def test_no_less_than_nothing_is_left_to_compute() -> None:
+    """Who asks says 77 tokens, and hashes of 1,600."""
+    busy = replace(LOAD, waiting_tokens=10_000)
+    found = placed(holding("busy", 90, load=busy), holding("half", 3), asked=PROMPT._replace(tokens=77))
+    assert [(each.engine, each.compute_tokens) for each in found] == [("half", 29), ("busy", 0)]
+    pulling = placed(
+        holding("busy", 90, load=busy),
+        holding("far", load=replace(LOAD, prefill_tokens_per_second=1.0)),
+        asked=PROMPT._replace(tokens=77),
+    )[0]
+    assert pulling.pull is not None and (pulling.compute_tokens, pulling.compute) == (0, 0.0)
+
+
 def test_a_busy_engine_lends_to_an_idle_one() -> None:
     busy = replace(LOAD, waiting_tokens=10_000)
     best, _ = placed(holding("busy", 90, load=busy), holding("idle"))

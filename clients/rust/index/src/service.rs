@@ -10,7 +10,7 @@ use base64::Engine;
 use kvgrpc::pb::index_service_server::IndexService;
 use kvgrpc::pb::score_prompt::Prefix;
 use kvgrpc::pb::server_service_server::ServerService;
-use kvgrpc::pb::{self, IndexSource, PromptScores, ScorePrompt};
+use kvgrpc::pb::{self, IndexSource, IndexSourceState, PromptScores, ScorePrompt};
 use kvgrpc::{ModelNeeded, PlanQuestion, PrefixIndex, Question, Wanted};
 use tonic::{Request, Response, Status};
 
@@ -100,6 +100,7 @@ impl IndexService for Index {
         let request = request.into_inner();
         let after = read_page_token(&request.page_token)?;
         let size = if request.page_size == 0 { DEFAULT_PAGE } else { request.page_size.min(MAX_PAGE) } as usize;
+        check_states(&request.states)?;
         let all = self.index.sources();
         let mut counts: BTreeMap<i32, u32> = BTreeMap::new();
         for source in &all {
@@ -142,7 +143,7 @@ impl ServerService for Index {
 
     async fn drain(&self, request: Request<pb::DrainRequest>) -> Result<Response<pb::DrainResponse>, Status> {
         if let Some(Caller { role, .. }) = request.extensions().get().filter(|known: &&Caller| known.role != OPERATOR) {
-            return Err(denied("Drain", role, OPERATOR));
+            return Err(denied("/kvgrpc.v1.ServerService/Drain", role, OPERATOR));
         }
         // An index holds nothing that a drain would have to wait for.
         self.draining.store(true, Ordering::Relaxed);
@@ -207,6 +208,18 @@ fn question(prompt: ScorePrompt, field: &str, left: &mut usize) -> Result<Questi
     Ok(Question { hashes, model: prompt.model, ..Question::default() })
 }
 
+/// A state that is not known would be in no source's place: the answer would say that no cache is followed.
+fn check_states(states: &[i32]) -> Result<(), Status> {
+    let known = || (1..).map_while(|state| IndexSourceState::try_from(state).ok());
+    for (at, state) in states.iter().enumerate() {
+        if !known().any(|each| each as i32 == *state) {
+            let names: Vec<&str> = known().map(|each| each.as_str_name()).collect();
+            return Err(invalid(&format!("states[{at}]"), &state.to_string(), &format!("one of {}", names.join(", "))));
+        }
+    }
+    Ok(())
+}
+
 fn state_of(source: &IndexSource) -> i32 {
     source.freshness.as_ref().map_or(0, |freshness| freshness.state)
 }
@@ -227,4 +240,23 @@ fn read_page_token(token: &str) -> Result<String, Status> {
     let after = text.as_deref().and_then(|text| text.strip_prefix("sources\0")).map(str::to_owned);
     let rule = "a next_page_token of the same list with the same filters, or empty";
     after.ok_or_else(|| invalid("page_token", &token.chars().take(100).collect::<String>(), rule))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tonic::Code;
+    use tonic_types::StatusExt;
+
+    #[test]
+    fn a_state_that_is_not_known_is_refused_by_its_place() {
+        assert!(check_states(&[]).is_ok() && check_states(&[1, 2, 3, 4, 5]).is_ok());
+        for wrong in [0, 6, -1] {
+            let refused = check_states(&[4, wrong]).unwrap_err();
+            assert_eq!(refused.code(), Code::InvalidArgument);
+            let metadata = refused.get_details_error_info().unwrap().metadata;
+            assert_eq!((metadata["field"].as_str(), &metadata["value"]), ("states[1]", &wrong.to_string()));
+            assert!(metadata["rule"].ends_with("INDEX_SOURCE_STATE_CURRENT, INDEX_SOURCE_STATE_DOUBTFUL"));
+        }
+    }
 }

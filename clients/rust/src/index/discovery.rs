@@ -56,6 +56,10 @@ struct Directory {
     asked: bool,
     /// Of caches that may be found again.
     saved: Option<Arc<Saved>>,
+    /// Of these it is not known again yet what was saved.
+    not_restored: HashSet<CacheKey>,
+    /// What was saved is read, or can't be.
+    read: bool,
     /// What is not followed, by what it is about.
     lacking: BTreeMap<String, String>,
 }
@@ -69,6 +73,8 @@ impl Shared {
             gone: HashSet::new(),
             asked: false,
             saved: None,
+            not_restored: HashSet::new(),
+            read: options.saved.is_none(),
             lacking: BTreeMap::new(),
         };
         Arc::new(Self { table: RwLock::new(Table::new()), directory: Mutex::new(directory), options })
@@ -91,14 +97,37 @@ impl Shared {
         }
     }
 
-    /// Writes what is known, where a file was named for it; why not is told as what is not followed is.
+    /// Writes what is known, where a file was named for it; why not is told as what is not followed is. What is not all known
+    /// again would take the place of all that was: the older file is of more use.
     pub(crate) async fn save(&self, within: Duration) {
         let Some(path) = self.options.saved.clone() else { return };
+        if self.is_restoring() {
+            return;
+        }
         let cut = self.table.read().cut(Instant::now());
         match file::on_a_thread(within, move || saved::write(&path, cut)).await {
             Ok(()) => drop(self.directory.lock().lacking.remove(SAVED)),
             Err(why) => self.lack(SAVED, format!("the index is not saved: {why}")),
         }
+    }
+
+    fn is_restoring(&self) -> bool {
+        let directory = self.directory.lock();
+        !directory.read || !directory.not_restored.is_empty()
+    }
+
+    /// What was saved, as far as it can be believed.
+    fn take_saved(&self, saved: Option<Saved>) {
+        let mut directory = self.directory.lock();
+        directory.not_restored = saved.iter().flat_map(Saved::keys).cloned().collect();
+        (directory.saved, directory.read) = (saved.map(Arc::new), true);
+    }
+
+    /// What did not come back is not waited for any longer.
+    fn forget_saved(&self) {
+        let mut directory = self.directory.lock();
+        directory.saved = None;
+        directory.not_restored.clear();
     }
 
     fn dial(&self, address: &str) -> Result<Dialer, Error> {
@@ -115,15 +144,16 @@ pub(crate) async fn begin(shared: Arc<Shared>) {
     let began = Instant::now();
     if let Some(path) = shared.options.saved.clone() {
         let read = file::on_a_thread(READ_WITHIN, move || Saved::read(&path)).await;
-        match read {
-            Ok(saved) => shared.directory.lock().saved = saved.map(Arc::new),
-            Err(why) => shared.lack(SAVED, format!("all snapshots are taken anew: {why}")),
-        }
+        let saved = read.unwrap_or_else(|why| {
+            shared.lack(SAVED, format!("all snapshots are taken anew: {why}"));
+            None
+        });
+        shared.take_saved(saved);
     }
     let saving = async {
         if shared.options.saved.is_some() {
             tokio::time::sleep_until((began + SAVED_KEPT).into()).await;
-            shared.directory.lock().saved = None;
+            shared.forget_saved();
             loop {
                 tokio::time::sleep(SAVE_INTERVAL).await;
                 shared.save(SAVE_INTERVAL).await;
@@ -347,6 +377,8 @@ async fn go_on_from(saved: &Saved, watcher: &mut Watcher<Publisher, Listening>) 
     if watcher.listener.restore(saved, cache).await {
         watcher.resume(&cache.log_id, cache.next_sequence);
     }
+    let listener = &watcher.listener;
+    listener.shared.directory.lock().not_restored.remove(&listener.key);
 }
 
 fn first_of(dp_ranks: &[u32]) -> String {

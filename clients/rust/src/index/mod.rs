@@ -129,7 +129,8 @@ impl PrefixIndex {
         !self.task.is_finished()
     }
 
-    /// Writes what is known to the file that was named for it, within so long; `not_followed` says why it could not.
+    /// Writes what is known to the file that was named for it, within so long; `not_followed` says why it could not. Keeps the
+    /// file as it is while some of what it says is not known again: two minutes after the start, that is given up.
     pub async fn save(&self, within: Duration) {
         self.shared.save(within).await;
     }

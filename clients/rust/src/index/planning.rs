@@ -160,8 +160,9 @@ fn place(
     let said = at.load.map_or(0.0, |load| load.prefill_tokens_per_second);
     let speed = if said > 0.0 { said } else { typical };
     let page = u64::from(at.page_tokens);
-    let tokens = asked.tokens.max(at.blocks as u64 * page);
-    let without = tokens - at.anywhere() as u64 * page;
+    // The prompt may be hashed by other pages than this cache has: its hashes are no measure of it then.
+    let tokens = if asked.tokens > 0 { asked.tokens } else { at.blocks as u64 * page };
+    let without = tokens.saturating_sub(at.anywhere() as u64 * page);
     let mut placement = pb::Placement {
         engine: at.key.engine.clone(),
         dp: at.key.dp,
@@ -182,7 +183,7 @@ fn place(
     let mut first_token = alone;
     for source in sources {
         let Some(pull) = pull(at, source, given, usual) else { continue };
-        let left = tokens - u64::from(pull.host_blocks) * page;
+        let left = tokens.saturating_sub(u64::from(pull.host_blocks) * page);
         let taken = seconds_of(&pull);
         // It waits for its turn anyway; pages come meanwhile.
         let seconds = queue.max(taken) + left as f64 / speed;

@@ -147,6 +147,10 @@ impl Saved {
         self.caches.get(key)
     }
 
+    pub(crate) fn keys(&self) -> impl Iterator<Item = &CacheKey> {
+        self.caches.keys()
+    }
+
     /// The blocks of a cache by place, so many at a time; those with several copies come as often.
     pub(crate) fn blocks<'a>(
         &'a self,

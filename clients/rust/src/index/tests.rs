@@ -1,14 +1,17 @@
-//! How fresh what is told of a cache is, and what a registry's messages lead to.
+//! How fresh what is told of a cache is, what a registry's messages lead to, what is planned, and what is saved.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::index::discovery::{begin as look_for_caches, Shared};
 use crate::index::engines::EngineMirror;
 use crate::index::followed::HIDE_AFTER;
+use crate::index::planning::{placements, Given, Holding};
 use crate::index::table::Table;
-use crate::index::{CacheKey, CachePlace, Question, Wanted};
+use crate::index::{saved, CacheKey, CachePlace, IndexOptions, PlanQuestion, Question, Wanted};
 use crate::pb::{self, watch_response::Kind, IndexSourceState as State, WatchResponse};
 use crate::watch::{Cause, Item};
-use crate::{BlockHash, BlockStored, Event};
+use crate::{BlockHash, BlockStored, Dialer, Event, Options};
 
 fn begin(log: &str, next_sequence: u64) -> WatchResponse {
     let stream = Some(pb::EventStream { log_id: log.into(), next_sequence, ..Default::default() });
@@ -185,4 +188,49 @@ fn a_row_that_was_replaced_does_not_go_with_its_older_incarnation() {
     assert_eq!(mirror.engines["e"].publishers().count(), 1, "epoch 2 went with epoch 1");
     mirror.apply(changed(0, Vec::new()));
     assert!(mirror.engines.is_empty());
+}
+
+#[test]
+fn a_prompt_has_its_own_tokens_whatever_the_pages_of_a_cache() {
+    let load = pb::EngineLoad { prefill_tokens_per_second: 1000.0, ..Default::default() };
+    let key = CacheKey { engine: "e".into(), dp: 0 };
+    let left = |tokens: u64, page_tokens: u32, have: usize| {
+        let ends = [have; crate::groups::REACHES];
+        let held = Holding { key: &key, ends, lendable: 0, page_tokens, blocks: 100, load: Some(&load) };
+        let asked = PlanQuestion { tokens, ..Default::default() };
+        placements(&asked, &[held], &Given::default())[0].compute_tokens
+    };
+    assert_eq!(left(1600, 64, 0), 1600, "100 hashes are of pages of 16");
+    assert_eq!((left(1600, 16, 90), left(0, 16, 90)), (160, 160));
+    assert_eq!(left(77, 16, 90), 0, "it has more than all of the prompt");
+}
+
+#[tokio::test]
+async fn an_index_that_ends_before_it_knows_all_again_keeps_what_was_saved() {
+    let path = std::env::temp_dir().join(format!("kvgrpc-saved-{}", std::process::id()));
+    let mut world = World::new();
+    world.known("a", "", vec![stored(&[1, 2], "", 16)]);
+    world.known("b", "", vec![stored(&[1], "", 16)]);
+    saved::write(&path, world.table.cut(world.now)).unwrap();
+    let before = std::fs::read(&path).unwrap();
+    let shared = Shared::new(IndexOptions {
+        registries: Vec::new(),
+        sources: vec!["127.0.0.1:1".into()],
+        dial: Arc::new(|address| Dialer::new(address, Options::default())),
+        saved: Some(path.clone()),
+    });
+    shared.save(Duration::from_secs(60)).await;
+    assert_eq!(std::fs::read(&path).unwrap(), before, "it had not read it yet");
+    let looking = tokio::spawn(look_for_caches(shared.clone()));
+    while !shared.has_looked() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    // "a" is back, "b" is not.
+    let mut again = World::new();
+    again.known("a", "", vec![stored(&[1, 2, 3], "", 16)]);
+    *shared.table.write() = again.table;
+    shared.save(Duration::from_secs(60)).await;
+    assert_eq!(std::fs::read(&path).unwrap(), before, "what was known of b is gone");
+    looking.abort();
+    std::fs::remove_file(&path).unwrap();
 }
