@@ -166,7 +166,8 @@ class Region(NamedTuple):
     """Memory of one layer and component of a pool. ``address`` is in the owner's address space, sizes are bytes.
 
     ``layer``: its number in the whole model, whatever the pipeline stage. ``component``: one of COMPONENTS, or a word
-    that both engines use. A tuple, which the garbage collector does not look at: a registry has millions.
+    that both engines use. The garbage collector looks at each of them, as at every named tuple: what holds many
+    bounds how many.
     """
 
     layer: int

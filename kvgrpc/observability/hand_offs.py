@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -74,6 +75,8 @@ class HandOffs:
         # Those that went well and are not counted in ``_pairs`` yet: a room only appends.
         self._ended: list[HandOff] = []
         self._last: deque[HandOff] = deque(maxlen=2 * _LAST_SUCCEEDED)  # a room may be used again
+        # Made of ``_last`` for who asks, and kept for who asks next: a list of rooms asks once for each of them.
+        self._last_by_room: Mapping[tuple[int, int], HandOff] | None = None
         self._pairs: dict[object, PairFigures] = {}
 
     def succeeded(self, hand_off: HandOff) -> None:
@@ -130,12 +133,14 @@ class HandOffs:
     def last_succeeded(self) -> Mapping[tuple[int, int], HandOff]:
         """The last 256 that went well, by room and attempt, the oldest first."""
         self._sort_ended()
-        last: dict[tuple[int, int], HandOff] = {}
-        for hand_off in self._last:
-            key = hand_off.room, hand_off.attempt
-            last.pop(key, None)
-            last[key] = hand_off
-        return dict(list(last.items())[-_LAST_SUCCEEDED:])
+        if self._last_by_room is None:
+            last: dict[tuple[int, int], HandOff] = {}
+            for hand_off in self._last:
+                key = hand_off.room, hand_off.attempt
+                last.pop(key, None)
+                last[key] = hand_off
+            self._last_by_room = MappingProxyType(dict(list(last.items())[-_LAST_SUCCEEDED:]))
+        return self._last_by_room
 
     def of_pair(self, peer: object) -> PairFigures:
         """Returns what the hand-offs with one incarnation came to. Of 4,096 of them; where there are more, the first
@@ -153,6 +158,7 @@ class HandOffs:
         if not ended:
             return
         self._last.extend(ended)
+        self._last_by_room = None
         began, ready, moving, over, _, nbytes = _columns(ended)
         ready = np.maximum(ready, began)
         moving = np.maximum(moving, ready)

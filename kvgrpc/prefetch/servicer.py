@@ -27,6 +27,7 @@ from kvgrpc.rpc.blocking import BlockingCalls
 from kvgrpc.rpc.callers import caller
 from kvgrpc.rpc.security import CallerRole
 from kvgrpc.rpc.shares import Shares, TakenShare
+from kvgrpc.rpc.turns import next_turn
 from kvgrpc.rpc.within import within
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceServicer
@@ -101,6 +102,8 @@ class PrefetchServicer(PrefetchServiceServicer):
         self, kind: OperationKind, request: pb.StartPrefetchRequest | pb.StartBackupRequest
     ) -> pb.CacheOperation:
         order = wire.order_from_pb(kind, request, await self._hashes(request.pages))
+        if len(order.hashes) > _ON_THE_LOOP_HASHES:
+            await next_turn()
         if self._cache.began(kind, order.request_id) is not None:
             return self._to_pb(self._cache.start(order))
         return self._to_pb(self._shares.begin(len(order.hashes), lambda: self._cache.start(order)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
 
@@ -23,22 +23,23 @@ MAX_SELECTORS = 256
 MAX_ENGINE_RANKS = 65_536
 MAX_ROW_BYTES = 256 * 1024
 MAX_POOLS = 64
+# Of all pools that are kept to be met again: 130 bytes each, and the garbage collector looks at each of them.
+MAX_CACHED_REGIONS = 262_144
 
 _Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 
 
 class PoolCache:
-    """Makes equal pools one object, and their bytes too; holds at most ``size`` of them, the least used goes first.
+    """Makes equal pools one object, and their bytes too; holds at most ``size`` of them, and ``regions`` in all of them
+    together; the least used goes first.
 
     The ranks of an engine have few distinct pool shapes with hundreds of regions each: without this, decoding and
     keeping them would be nearly all that a registry of 10,000 ranks does. Not thread-safe.
     """
 
-    def __init__(self, size: int = 1_024) -> None:
-        self._size = size
-        self._by_bytes: OrderedDict[bytes, Pool] = OrderedDict()
-        self._encoded: OrderedDict[int, tuple[Pool, bytes]] = OrderedDict()
+    def __init__(self, size: int = 1_024, regions: int = MAX_CACHED_REGIONS) -> None:
+        self._by_bytes = _LastUsed[bytes](size, regions)
+        self._encoded = _LastUsed[int](size, regions)
 
     def decode(self, message: common_pb2.PagePool, path: str) -> Pool:
         """The checked shape of a pool, without addresses, which it takes out of the message."""
@@ -47,14 +48,10 @@ class PoolCache:
                 region.address = 0
         message.DiscardUnknownFields()
         key = message.SerializeToString(deterministic=True)
-        pool = self._by_bytes.get(key)
-        if pool is None:
-            pool = _pool_from_pb(message, path)
-            self._by_bytes[key] = pool
-            _drop_oldest(self._by_bytes, self._size)
-        else:
-            self._by_bytes.move_to_end(key)
-        self._keep(pool, key)
+        known = self._by_bytes.get(key)
+        pool = _pool_from_pb(message, path) if known is None else known[0]
+        self._by_bytes.keep(key, pool, key)
+        self._encoded.keep(id(pool), pool, key)
         return pool
 
     def encode(self, pool: Pool) -> bytes:
@@ -62,13 +59,29 @@ class PoolCache:
         known = self._encoded.get(id(pool))
         # The entry holds the pool itself, so its id cannot be another object's while it is here.
         raw = wire.pool_to_pb(pool.without_addresses()).SerializeToString() if known is None else known[1]
-        self._keep(pool, raw)
+        self._encoded.keep(id(pool), pool, raw)
         return raw
 
-    def _keep(self, pool: Pool, raw: bytes) -> None:
-        self._encoded[id(pool)] = (pool, raw)
-        self._encoded.move_to_end(id(pool))
-        _drop_oldest(self._encoded, self._size)
+
+class _LastUsed(Generic[_Key]):
+    """Pools with their bytes, as many as fit: the last one kept does in any case."""
+
+    def __init__(self, size: int, regions: int) -> None:
+        self._size = size
+        self._regions_left = regions
+        self._kept: OrderedDict[_Key, tuple[Pool, bytes]] = OrderedDict()
+
+    def get(self, key: _Key) -> tuple[Pool, bytes] | None:
+        return self._kept.get(key)
+
+    def keep(self, key: _Key, pool: Pool, raw: bytes) -> None:
+        if key not in self._kept:
+            self._kept[key] = pool, raw
+            self._regions_left -= len(pool.regions)
+        self._kept.move_to_end(key)
+        while len(self._kept) > self._size or (self._regions_left < 0 and len(self._kept) > 1):
+            _, (oldest, _) = self._kept.popitem(last=False)
+            self._regions_left += len(oldest.regions)
 
 
 def row_to_pb(row: RankRow, pools: PoolCache | None) -> pb.RankRow:
@@ -269,8 +282,3 @@ def _check_endpoints(row: RankRow, path: str, peer_is_local: bool) -> None:
 def _check_count(field: str, count: int, least: int, most: int) -> None:
     if not least <= count <= most:
         raise_if([Violation(field, f"{least} to {most} entries", count)])
-
-
-def _drop_oldest(cache: OrderedDict[_Key, _Value], size: int) -> None:
-    if len(cache) > size:
-        cache.popitem(last=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -81,12 +81,11 @@ class TransferServicer(TransferServiceServicer):
         rows, total = await self._manager.page_of_rooms(
             RoomKey(*after) if after else RoomKey(0), size + 1, None if everything else wanted
         )
-        rooms = _that_fit(_room_to_pb(row) for row in rows[:size])
-        token = ""
-        if len(rows) > len(rooms):
-            last = rows[len(rooms) - 1].key
-            token = numbers_token(question, (last.room, last.attempt))
-        return pb.ListRoomsResponse(rooms=rooms, next_page_token=token, total=total)
+        response = await _listed(rows[:size], total)
+        if len(rows) > len(response.rooms):
+            last = rows[len(response.rooms) - 1].key
+            response.next_page_token = numbers_token(question, (last.room, last.attempt))
+        return response
 
     async def _one_page(self, request: pb.ListRoomsRequest) -> pb.ListRoomsResponse:
         order = "newest_failed" if request.newest_failed else "slowest"
@@ -98,8 +97,8 @@ class TransferServicer(TransferServiceServicer):
         if request.newest_failed:
             rows, total = await self._manager.newest_failed(size, wanted)
         else:
-            rows, total = self._manager.slowest(size, wanted)
-        return pb.ListRoomsResponse(rooms=_that_fit(map(_room_to_pb, rows)), total=total)
+            rows, total = await self._manager.slowest(size, wanted)
+        return await _listed(rows, total)
 
     async def GetRoom(self, request: pb.GetRoomRequest, context: object) -> pb.GetRoomResponse:
         return pb.GetRoomResponse(room=_room_to_pb(self._find(request.room, request.attempt)))
@@ -190,16 +189,22 @@ def _states(asked: Sequence[int]) -> set[RoomState]:
     return {RoomState(state) for state in asked}
 
 
-def _that_fit(rooms: Iterable[pb.Room]) -> list[pb.Room]:
+async def _listed(rows: Iterable[RoomRow], total: int) -> pb.ListRoomsResponse:
     """The first ones up to MAX_PAGE_BYTES, at least one: a failure or many parts make a room as large as 50 KiB."""
-    fit: list[pb.Room] = []
-    left = MAX_PAGE_BYTES
-    for room in rooms:
-        left -= room.ByteSize()
-        if left < 0 and fit:
-            break
-        fit.append(room)
-    return fit
+    response = pb.ListRoomsResponse(total=total)
+
+    def filled() -> Iterator[None]:
+        left = MAX_PAGE_BYTES
+        for row in rows:
+            room = _room_to_pb(row)
+            left -= room.ByteSize()
+            if left < 0 and response.rooms:
+                return
+            response.rooms.append(room)
+            yield
+
+    await in_pieces(filled())
+    return response
 
 
 def _invalid(field: str, value: object, rule: str) -> InvalidRequest:

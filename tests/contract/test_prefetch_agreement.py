@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import pytest
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import InvalidRequest, StaleEpoch, WrongRank
 from kvgrpc.model import Layout, RankId, RankRef
+from kvgrpc.prefetch.agreement.leader import LeaderAgreement
 from kvgrpc.prefetch.agreement.member import JoinedAgreement
 from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, Stop
 from kvgrpc.prefetch.protocol.operation import Operation
@@ -365,3 +367,20 @@ class TestRoles:
             with pytest.raises(grpc.RpcError) as refused:
                 list(call)
         assert isinstance(error_from(refused.value), error)
+
+
+async def test_votes_of_one_message_are_counted_in_many_turns_of_the_loop() -> None:
+    leader = LeaderAgreement(RankRef(RankId("E"), 1), Layout(tp=2))
+    vote = pb.AgreementVote(operation_id="x", stage=pb.AGREEMENT_STAGE_HITS)
+    messages = iter([pb.JoinAgreementRequest(votes=[vote] * 1_000)])
+
+    class Stream:
+        async def read(self) -> pb.JoinAgreementRequest | None:
+            return next(messages, None)
+
+    reading, others = asyncio.ensure_future(leader._read_all(RankId("E", tp=1), Stream())), 0
+    while not reading.done():
+        others += 1
+        await asyncio.sleep(0)
+    assert others > 4
+    assert leader.close(5.0)

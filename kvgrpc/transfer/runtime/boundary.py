@@ -131,7 +131,9 @@ class Runtime(Protocol):
         self, count: int, wanted: Callable[[RoomRow], bool] | None = None
     ) -> tuple[list[RoomRow], int]: ...
 
-    def slowest(self, count: int, wanted: Callable[[RoomRow], bool] | None = None) -> tuple[list[RoomRow], int]: ...
+    async def slowest(
+        self, count: int, wanted: Callable[[RoomRow], bool] | None = None
+    ) -> tuple[list[RoomRow], int]: ...
 
     async def page_of_rooms(
         self, after: RoomKey, count: int, wanted: Callable[[RoomRow], bool] | None = None

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from kvgrpc.errors import Failure
 from kvgrpc.model import RankRef, Role
 from kvgrpc.observability.hand_offs import HandOff, HandOffs
-from kvgrpc.rpc.turns import next_turn
+from kvgrpc.rpc.turns import in_pieces, next_turn
 from kvgrpc.transfer.protocol.types import (
     PAST_FAILURES,
     STATE_SUCCESS,
@@ -27,7 +27,7 @@ from kvgrpc.transfer.protocol.types import (
 from kvgrpc.transfer.runtime.past_rooms import PastRooms
 from kvgrpc.transfer.tables import PartRow, RoomEnd, RoomRow, SessionRow
 
-_ROOMS_LOOKED_AT_IN_A_TURN = 2048
+_ROOMS_LOOKED_AT_IN_A_TURN = 512
 _BEHIND_ALL_ROOMS = RoomKey(2**64)
 
 
@@ -68,7 +68,7 @@ class Core(Protocol[Record]):
 
 
 class RoomTables(ABC, Generic[Record]):
-    """For the loop thread. One turn of the loop looks at two thousand rooms at most."""
+    """For the loop thread. One turn of the loop looks at five hundred rooms at most."""
 
     core: Core[Record]
     side: Role
@@ -97,7 +97,8 @@ class RoomTables(ABC, Generic[Record]):
             end = found[-1] if len(found) == count else _BEHIND_ALL_ROOMS
             some = [key for key in keys[start : start + _ROOMS_LOOKED_AT_IN_A_TURN] if after < key < end]
             found = heapq.nsmallest(count, found + (some if wanted is None else list(filter(is_wanted, some))))
-        return [row for row in map(self._row_of, found) if row is not None], len(keys)
+        rows = await in_pieces(map(self._row_of, found))
+        return [row for row in rows if row is not None], len(keys)
 
     async def newest_failed(
         self, count: int, wanted: Callable[[RoomRow], bool] | None = None
@@ -114,12 +115,12 @@ class RoomTables(ABC, Generic[Record]):
             newest = heapq.nlargest(count, newest + failed, key=operator.itemgetter(0, 1))
         return [row for _, _, row in newest], len(keys)
 
-    def slowest(self, count: int, wanted: Callable[[RoomRow], bool] | None = None) -> tuple[list[RoomRow], int]:
+    async def slowest(self, count: int, wanted: Callable[[RoomRow], bool] | None = None) -> tuple[list[RoomRow], int]:
         """Of the last rooms that went well, the ``count`` that took longest, the slowest first, and how many rooms
         there are in all."""
         past = self._hand_offs.last_succeeded().values()
         by_length = sorted(past, key=lambda hand_off: sum(hand_off.stages()), reverse=True)
-        rows = (self._row_of(RoomKey(hand_off.room, hand_off.attempt)) for hand_off in by_length)
+        rows = await in_pieces(self._row_of(RoomKey(hand_off.room, hand_off.attempt)) for hand_off in by_length)
         found = [row for row in rows if row is not None and (wanted is None or wanted(row))]
         return found[:count], len(self._all_keys())
 

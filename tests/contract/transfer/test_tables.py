@@ -14,10 +14,12 @@ import pytest
 from kvgrpc.errors import KvGrpcError, Reason
 from kvgrpc.model import Layout
 from kvgrpc.paging import numbers_token, page_token
+from kvgrpc.rpc import turns
 from kvgrpc.rpc.status import error_from
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.types import RoomKey
 from kvgrpc.transfer.runtime import room_tables
+from kvgrpc.transfer.servicer import TransferServicer
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.wire import layout_to_pb, rank_ref_to_pb
@@ -165,18 +167,39 @@ class TestTables:
             client.write(room, [1])
         wait_until(lambda: all(RoomKey(room) in core_of(prefill).rooms for room in rooms))
         monkeypatch.setattr(room_tables, "_ROOMS_LOOKED_AT_IN_A_TURN", 8)
-        turns = 0
+        others = 0
 
         async def list_them() -> Any:
-            nonlocal turns
+            nonlocal others
             listing = asyncio.ensure_future(prefill.rank.transfer.page_of_rooms(RoomKey(rooms[0]), 5))
             while not listing.done():
-                turns += 1
+                others += 1
                 await asyncio.sleep(0)
             return await listing
 
         rows, total = prefill.rank._loop.run(list_them(), 5.0)
-        assert [row.key.room for row in rows] == rooms[1:6] and turns >= total // 8
+        assert [row.key.room for row in rows] == rooms[1:6] and others >= total // 8
+
+    @pytest.mark.parametrize("slowest", [False, True])
+    def test_an_answer_is_made_in_as_many_turns_as_it_takes(
+        self, slowest: bool, prefill: RankHost, decode: RankHost, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for _ in range(3):
+            hand_off(prefill, decode, pages=[1])
+        monkeypatch.setattr(turns, "PIECE_SECONDS", 0.0)  # each room takes a turn of its own
+        others = 0
+
+        async def list_them() -> pb.ListRoomsResponse:
+            nonlocal others
+            asked = TransferServicer(prefill.rank.transfer).ListRooms(pb.ListRoomsRequest(slowest=slowest), None)
+            listing = asyncio.ensure_future(asked)
+            while not listing.done():
+                others += 1
+                await asyncio.sleep(0)
+            return await listing
+
+        rooms = prefill.rank._loop.run(list_them(), 5.0).rooms
+        assert len(rooms) >= 3 and others > 2 * len(rooms), "each is looked up in a turn, and told in one"
 
     @pytest.mark.parametrize("side", ["prefill", "decode"])
     def test_a_room_that_went_well_stays_listed_with_its_stages(

@@ -94,6 +94,15 @@ def test_the_last_256_that_went_well_stay_and_a_room_that_is_used_again_counts_o
     assert list(hand_offs.last_succeeded()) == [(room, 0) for room in range(45, 301)]
 
 
+def test_the_last_that_went_well_are_sorted_once_however_often_somebody_asks() -> None:
+    hand_offs = HandOffs("decode", logger)
+    hand_offs.succeeded(ended(1, (0.0, 0.0, 1e-3)))
+    known = hand_offs.last_succeeded()
+    assert hand_offs.last_succeeded() is known
+    hand_offs.succeeded(ended(2, (0.0, 0.0, 1e-3)))
+    assert list(hand_offs.last_succeeded()) == [(1, 0), (2, 0)] and list(known) == [(1, 0)]
+
+
 def test_a_pair_knows_its_rooms_bytes_speed_and_quantiles() -> None:
     hand_offs, now = HandOffs("decode", logger), time.monotonic()
     for room in range(1, 101):

@@ -102,6 +102,17 @@ def test_the_pool_cache_is_bounded() -> None:
         assert common_pb2.PagePool.FromString(pools.encode(made)).pages == made.pages
 
 
+def test_the_pool_cache_holds_so_many_regions_and_the_last_pool_in_any_case() -> None:
+    pools = wire.PoolCache(regions=5)
+    small, large = pool(layers=2), pool(layers=6)
+    kept = pools.decode(pool_to_pb(small), "pools[0]")
+    assert pools.decode(pool_to_pb(small), "pools[0]") is kept
+    alone = pools.decode(pool_to_pb(large), "pools[0]")
+    assert pools.decode(pool_to_pb(large), "pools[0]") is alone
+    assert pools.decode(pool_to_pb(small), "pools[0]") is not kept
+    assert pools.decode(pool_to_pb(large), "pools[0]") is not alone
+
+
 def test_rows_engines_and_selectors_survive_the_wire() -> None:
     pools = wire.PoolCache()
     full = RankRow(

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvgrpc.rpc.callers import CALLER, PEER, Caller
-from kvgrpc.rpc.turns import PIECE_SECONDS, Turns, in_pieces
+from kvgrpc.rpc.interceptors.chain import _decoded
+from kvgrpc.rpc.turns import LARGE_BYTES, PIECE_SECONDS, Turns, in_pieces
 
 
 def compute(seconds: float) -> None:
@@ -93,3 +94,16 @@ async def test_items_come_whole_and_in_order_however_long_they_take() -> None:
 
     with pytest.raises(ValueError, match="as it is"):
         await in_pieces(fails())
+
+
+@pytest.mark.parametrize(("size", "between"), [(LARGE_BYTES, []), (LARGE_BYTES + 1, ["others"])])
+async def test_a_large_request_is_parsed_in_one_turn_and_worked_on_in_the_next(size: int, between: list[str]) -> None:
+    order = list[str]()
+
+    def parse(request: bytes) -> bytes:
+        order.append("parsed")
+        asyncio.get_running_loop().call_soon(order.append, "others")
+        return request
+
+    assert len(await _decoded(bytes(size), parse)) == size
+    assert [*order, "worked on"] == ["parsed", *between, "worked on"]

@@ -96,7 +96,7 @@ class Foreign:
     ) -> tuple[list[RoomRow], int]:
         raise NotImplementedError
 
-    def slowest(self, count: int, wanted: Callable[[RoomRow], bool] | None = None) -> tuple[list[RoomRow], int]:
+    async def slowest(self, count: int, wanted: Callable[[RoomRow], bool] | None = None) -> tuple[list[RoomRow], int]:
         raise NotImplementedError
 
     async def page_of_rooms(
