@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvgrpc.dataplane.base import DataPlane, MemoryRange
 from kvgrpc.model import Pool, PoolKind, Region
+from kvgrpc.observability.staging import StagingUse
 from kvgrpc.prefetch.storage.base import PageBuffers
 
 NAME = "host-cache"
@@ -55,6 +56,11 @@ class Staging:
                 ctypes.memmove(address, source, nbytes)
                 source += nbytes
         return may
+
+    def use(self) -> StagingUse:
+        """Of both directions, as metrics say it."""
+        lending, landing = self.lending, self.landing
+        return ("lent", lending.taken, lending.size), ("taken", landing.taken, landing.size)
 
     def close(self, seconds: float) -> bool:
         """Gives out and copies nothing more; False where a copy still runs after ``seconds``: its memory must stay."""

@@ -17,6 +17,7 @@ from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import PeerUnreachable
 from kvgrpc.model import EngineLoad, ModelIdentity, RankId, RankRef
 from kvgrpc.net import advertised, joined, split
+from kvgrpc.observability.staging import forget_staging, watch_staging
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.storage.base import PageBuffers
 from kvgrpc.pull.book import PullBook
@@ -112,6 +113,7 @@ class CachePeer:
 
     async def open(self) -> None:
         """Binds and serves. Raises AddressNotAllowed."""
+        watch_staging(self._staging.use)
         self._sending.start()
         self._receiving.start()
         host = split(self._config.listen)[0]
@@ -147,6 +149,8 @@ class CachePeer:
         if first:
             await self._end_taking(time)
         written = await self._end_writes(time)
+        if written:
+            forget_staging(self._staging.use)
         if first:
             if written:
                 self._sending.on_plane_closed()

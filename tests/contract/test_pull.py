@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from kvgrpc.cli.main import main
 from kvgrpc.model import RankId, RankRef
+from kvgrpc.observability.metrics import REGISTRY
 from kvgrpc.prefetch.model import OperationKind, OperationState
 from kvgrpc.pull import lender
 from kvgrpc.pull.model import PullConfig, PullDirection
@@ -95,6 +97,29 @@ def test_pages_of_another_engine_arrive_with_the_same_bytes(fleet: Fleet) -> Non
     taken = peer_of(taker).book.rows()
     assert sum(each.done for each in taken) == 20 and not any(each.failure for each in taken)
     assert {each.direction for each in peer_of(holder).book.rows()} == {PullDirection.LENT}
+
+
+def staging_pages() -> np.ndarray[Any, Any]:
+    """Lent, of how many, taken, of how many: by the metrics of this process."""
+    names = ("kvgrpc_pull_pages", "kvgrpc_pull_pages_limit")
+    asked = [(name, direction) for direction in ("lent", "taken") for name in names]
+    return np.array([REGISTRY.get_sample_value(name, {"direction": direction}) or 0 for name, direction in asked])
+
+
+def test_metrics_say_what_staging_memory_is_lent_and_taken(fleet: Fleet) -> None:
+    before = staging_pages()
+    rank = fleet.open("holder")
+    lending, landing = peer_of(rank)._staging.lending, peer_of(rank)._staging.landing
+    lent, taken = lending.take(3), landing.take(2)
+    assert (staging_pages() - before).tolist() == [3, 8, 2, 8]
+    proven: list[bool] = []
+    landing.retire(taken, lambda: bool(proven))
+    lending.give_back(lent)
+    assert (staging_pages() - before).tolist() == [0, 8, 2, 8], "a peer may still write to those that were taken"
+    proven.append(True)
+    assert (staging_pages() - before).tolist() == [0, 8, 0, 8]
+    rank.close()
+    assert (staging_pages() - before).tolist() == [0, 0, 0, 0]
 
 
 def test_the_pages_behind_those_that_the_taker_has_are_pulled(fleet: Fleet) -> None:
