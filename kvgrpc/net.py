@@ -109,8 +109,8 @@ def check_listen(address: object, field: str = "listen", *, unix: bool = True) -
 
 
 def target_of(address: str) -> str:
-    """Returns what a token names that is sent to ``address``: the address in its one spelling (docs/security.md,
-    tokens)."""
+    """Returns what a token names that is sent to ``address``: the address in its one spelling (docs/tokens.md,
+    target)."""
     path = unix_path(address)
     if path or is_unix(address):
         return f"unix:{path}" if path else address

@@ -61,7 +61,7 @@ _OPTIONS = (
         default="",
         metavar="JSON",
         envvar="KVGRPC_CALL_LIMITS",
-        help="""Calls at once, of all callers and of one: '{"watches_per_caller": 32}' (docs/security.md).""",
+        help="""Calls at once, of all callers and of one: '{"watches_per_caller": 32}' (docs/bounds.md).""",
     ),
     click.option(
         "--log-level",

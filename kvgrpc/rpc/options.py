@@ -60,7 +60,7 @@ SERVER_OPTIONS: Options = (
     # By default whoever connects and says nothing keeps the connection for two minutes.
     ("grpc.server_handshake_timeout_ms", 10_000),
     # What a stranger may hold at once on one connection, before anybody asked who it is. How long a call may take to
-    # send its headers and its body the library cannot bound (docs/security.md): a front can.
+    # send its headers and its body the library cannot bound (docs/bounds.md): a front can.
     ("grpc.max_concurrent_streams", MAX_CALLS_OF_A_CONNECTION),
     # What a call may send before anybody reads it stays 64 KiB: by default it grows with the connection to MiBs, for
     # each of its calls. A request that is read has the window that it needs, and sessions send little.

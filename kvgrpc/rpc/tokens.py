@@ -1,5 +1,5 @@
 """The bearer token: made anew for each second and target from a secret that never travels, so that whoever gets one can
-use it nowhere else. docs/security.md has the rule for other languages, tests/conformance/tokens its vectors.
+use it nowhere else. docs/tokens.md has the rule for other languages, tests/conformance/tokens its vectors.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class BearerToken:
 
 
 def _no_token(what: str) -> CredentialsInvalid:
-    how = "`kvgrpc token TARGET` prints the header, and docs/security.md says how clients make it"
+    how = "`kvgrpc token TARGET` prints the header, and docs/tokens.md says how clients make it"
     return CredentialsInvalid(f"the authorization header: {what}; {how}", metadata={"scheme": _SCHEME})
 
 

@@ -1,4 +1,4 @@
-"""docs/security.md says of each bound what the code does."""
+"""docs/bounds.md says of each bound what the code does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvgrpc.rpc.methods import largest_request
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES
 from kvgrpc.transfer.protocol.types import Bounds
 
-PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "bounds.md").read_text()
 
 
 def section(name: str) -> str:

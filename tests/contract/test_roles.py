@@ -1,4 +1,4 @@
-"""docs/security.md says what each role may do: every RPC is called as every role, by token and by certificate."""
+"""docs/roles.md says what each role may do: every RPC is called as every role, by token and by certificate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.contract.serving import failure
 from tests.contract.test_security import call, listening, refusal
 from tests.support.secrets import proof, tokens_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+PAGE = Path(__file__).parents[2] / "docs" / "roles.md"
 ROLES = tuple(CallerRole)
 TOKENS = tokens_of("\n".join(f"{role.value}:{role.value}" for role in ROLES))
 

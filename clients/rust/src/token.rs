@@ -1,4 +1,4 @@
-//! The bearer token: made for one target and one second from a secret that never travels (docs/security.md, tokens).
+//! The bearer token: made for one target and one second from a secret that never travels (docs/tokens.md).
 
 use std::collections::HashMap;
 use std::net::IpAddr;

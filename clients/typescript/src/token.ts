@@ -1,4 +1,4 @@
-/** Bearer tokens: made for each call and target from a secret that is never sent. docs/security.md has the rule. */
+/** Bearer tokens: made for each call and target from a secret that is never sent. docs/tokens.md has the rule. */
 import { createHmac } from "node:crypto";
 import { isIPv4, isIPv6 } from "node:net";
 

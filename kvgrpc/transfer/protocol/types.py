@@ -21,7 +21,7 @@ from kvgrpc.transfer.protocol.destination import U32Array as U32Array
 
 MAX_ROOM = 2**63 - 1
 # Below it are counters, times (nanoseconds too) and snowflakes of these years: who has one guesses the next. Of
-# 63 random bits a quarter is: only how soon a misfit is said depends on it (docs/security.md, between ranks).
+# 63 random bits a quarter is: only how soon a misfit is said depends on it (docs/roles.md, between ranks).
 HARDLY_GUESSED = 2**61
 
 

@@ -1,4 +1,4 @@
-"""Writes vectors.json by the rule in docs/security.md, with nothing of kvgrpc but the spelling of targets."""
+"""Writes vectors.json by the rule in docs/tokens.md, with nothing of kvgrpc but the spelling of targets."""
 
 from __future__ import annotations
 

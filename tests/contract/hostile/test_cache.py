@@ -460,7 +460,7 @@ def test_who_began_an_operation_ends_it_and_people_and_no_other_rank(cache: Cach
 
 
 def test_pages_that_another_speaks_of_are_pages_of_the_cache(cache: CacheRank) -> None:
-    """Tenants are what callers say: they share the queue, and hide nothing from each other (docs/security.md)."""
+    """Tenants are what callers say: they share the queue, and hide nothing from each other (docs/bounds.md)."""
     with client_of(cache, "a") as alice, client_of(cache, "b") as bob:
         operation = alice.start_prefetch(pb.PromptPages(tokens=prompt(2)), tenant="alice")
         assert [each.tenant for each in bob.list_operations()] == ["alice"]

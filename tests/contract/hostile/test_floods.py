@@ -170,7 +170,7 @@ FLOODS = (
     header_bombs,  # the last: what the library keeps of them goes on to grow while the next one is measured
 )
 
-# grpcio 1.85 never frees a call whose head is above its limit, in any server (docs/security.md has the front).
+# grpcio 1.85 never frees a call whose head is above its limit, in any server (docs/bounds.md has the front).
 KEPT_BY_THE_LIBRARY = (header_bombs,)
 
 

@@ -115,7 +115,7 @@ def test_one_that_says_it_does_not_verify_is_named_in_the_log(
 def test_sums_of_what_was_there_before_are_no_proof_of_a_write(
     verifying: RankHost, serve: Serve, memory: Memory
 ) -> None:
-    """What docs/security.md says: checksums find accidents, and are no signature."""
+    """What docs/roles.md says: checksums find accidents, and are no signature."""
     pools = [pool_to_pb(memory.pool.without_addresses())]
     sums = there_before(verifying)
     server = serve(lambda server, requests: writes_nothing(server, requests, {"verify": True, "pools": pools}, sums))

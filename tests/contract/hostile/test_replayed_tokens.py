@@ -45,7 +45,7 @@ def test_it_is_good_for_a_minute_either_way_and_not_longer(registry: RegistrySer
 def test_within_it_whoever_heard_it_is_its_sender_at_that_target_for_every_rpc_of_its_role(
     registry: RegistryServer,
 ) -> None:
-    """What docs/security.md says, and why tokens over plaintext outside of loopback need insecure."""
+    """What docs/tokens.md says, and why tokens over plaintext outside of loopback need insecure."""
     header = bearer("index", registry.address)
     for path in (LIST_ENGINES, LIST_ENGINES, GET_ENGINE):
         assert sent(registry.address, path, header) is None

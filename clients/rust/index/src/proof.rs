@@ -1,4 +1,4 @@
-//! Who may call: bearer tokens made with a secret of the tokens file, for this server and this minute (docs/security.md).
+//! Who may call: bearer tokens made with a secret of the tokens file, for this server and this minute (docs/tokens.md).
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
