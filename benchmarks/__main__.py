@@ -13,7 +13,7 @@ from rich.console import Console
 from benchmarks.harness.plan import FULL, QUICK, Plan
 from benchmarks.harness.quiet import run_quietly
 from benchmarks.harness.rounds import Benchmark
-from benchmarks.harness.table import Problem, Row, markdown, show, store
+from benchmarks.harness.table import Problem, Row, markdown, plots, show, store
 from benchmarks.rows import (
     cache,
     control,
@@ -60,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(rows, problems, console)
     if options.markdown:
         print(markdown(rows))
+    if options.plots:
+        print(plots(rows))
     store(rows, options.json)
     return 1 if any(not problem.skipped for problem in problems) else 0
 
@@ -110,6 +112,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=_at_least_one, default=ROUNDS, help=f"turns of each side (default {ROUNDS})")
     parser.add_argument("--json", type=Path, default=RESULTS, metavar="PATH", help="where the results go")
     parser.add_argument("--markdown", action="store_true", help="print the table for docs/performance.md too")
+    parser.add_argument("--plots", action="store_true", help="print charts for a page: rows that differ by a size")
     parser.add_argument(
         "--quick", action="store_true", help="tiny sizes, once: shows that all runs, the figures mean nothing"
     )

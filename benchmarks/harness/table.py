@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 Better = Literal["higher", "lower"]
+# Fewer points than that are a table.
+LEAST_FOR_A_PLOT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,35 @@ def markdown(rows: Sequence[Row]) -> str:
         cells = (f"`{name}`", unit, value, baseline, f"{bold}{ratio}{bold}", spread, target, rss, what)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def plots(rows: Sequence[Row]) -> str:
+    """A mermaid chart of each family of rows that differ by a last number alone, for a page: ours and the baseline."""
+    families: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        family, _, size = row.metric.name.rpartition(".")
+        if size.isdigit():
+            families.setdefault(family, {})[int(size)] = row
+    return "\n\n".join(_chart(name, sizes) for name, sizes in families.items() if len(sizes) >= LEAST_FOR_A_PLOT)
+
+
+def _chart(name: str, sizes: dict[int, Row]) -> str:
+    ordered = dict(sorted(sizes.items()))
+    unit, baseline = next((row.metric.unit, row.metric.baseline) for row in ordered.values())
+    ours = ", ".join(f"{row.value:.4g}" for row in ordered.values())
+    theirs = ", ".join(f"{row.baseline_value:.4g}" for row in ordered.values())
+    return "\n".join(
+        (
+            "```mermaid",
+            "xychart-beta",
+            f'  title "{name}: kvgrpc (first line) and {baseline} (second)"',
+            f"  x-axis [{', '.join(map(str, ordered))}]",
+            f'  y-axis "{unit}"',
+            f"  line [{ours}]",
+            f"  line [{theirs}]",
+            "```",
+        )
+    )
 
 
 def store(rows: Sequence[Row], path: Path) -> None:

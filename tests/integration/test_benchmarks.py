@@ -21,7 +21,7 @@ from benchmarks.__main__ import main
 from benchmarks.baselines.disaggregation import contiguous_groups
 from benchmarks.harness import quiet
 from benchmarks.harness.rounds import Benchmark, Figures, run
-from benchmarks.harness.table import Metric, Target
+from benchmarks.harness.table import Metric, Row, Target, plots
 from benchmarks.harness.worker import Desk, Worker, WorkerError
 from benchmarks.rows import liveness
 from benchmarks.sides.memory import Memory, Shape
@@ -47,6 +47,22 @@ def test_rows_run_beside_their_baselines_and_results_have_the_documented_fields(
         better = row["value"] / row["baseline_value"]
         assert row["ratio"] == pytest.approx(better if row["better"] == "higher" else 1 / better)
         assert row["name"] in done.stdout
+
+
+def test_rows_that_differ_by_a_size_are_drawn_for_a_page() -> None:
+    sizes = {"pull.ttft": (2048, 128, 512), "index.memory": (1,)}  # one point is no line
+    names = [(f"{family}.{size}", size) for family in sizes for size in sizes[family]]
+    drawn = plots([Row(Metric(name, "ms", "lower", "again"), size / 8, size, 8.0, 5, 0.1) for name, size in names])
+    assert drawn.splitlines() == [
+        "```mermaid",
+        "xychart-beta",
+        '  title "pull.ttft: kvgrpc (first line) and again (second)"',
+        "  x-axis [128, 512, 2048]",
+        '  y-axis "ms"',
+        "  line [16, 64, 256]",
+        "  line [128, 512, 2048]",
+        "```",
+    ]
 
 
 @pytest.mark.timeout(120)
