@@ -11,7 +11,7 @@ import click
 
 import kvgrpc
 from kvgrpc.cli.failures import INTERRUPTED, explain
-from kvgrpc.cli.no_answer import NoAnswer
+from kvgrpc.cli.unreachable import UnreachableServer
 from kvgrpc.errors import KvGrpcError
 
 # Name -> module below kvgrpc.cli and attribute; in the order of the help.
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except NoAnswer as unheard:
+    except UnreachableServer as unheard:
         sys.exit(explain(unheard.error, unheard.next_step))
     except KvGrpcError as error:
         sys.exit(explain(error))

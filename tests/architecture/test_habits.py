@@ -84,7 +84,7 @@ AWAITED_BY_WHO_STARTS_THEM = {
     "rpc/server.py": "the library awaits it when the server stops",
     "rpc/within.py": "what is waited for",
     "server/app.py": "the closing of a rank, shielded: all who close it await it",
-    "transfer/runtime/search.py": "questions of one search, cancelled with it",
+    "transfer/runtime/room_locator.py": "questions of one search, cancelled with it",
 }
 # Each thread's own code survives what it is given, and shows in a health state; or it does one thing and ends.
 THREADS = {
@@ -203,7 +203,7 @@ def test_addresses_are_parsed_in_net_alone() -> None:
 
 
 # Each engine's adapter has its own of them, and nobody meets two at once.
-NAMES_OF_TWO = {"KvGrpcPublisher", "Place", "Worker"}
+NAMES_OF_TWO = {"KvGrpcPublisher", "EngineProcess", "Worker"}
 
 
 def test_a_class_name_means_one_thing() -> None:

@@ -15,8 +15,8 @@ import torch
 
 from kvgrpc.errors import CopyFailed, InvalidRequest, PageStateInvalid, TooManyRequests
 from kvgrpc.prefetch.copies import engine as copies_engine
+from kvgrpc.prefetch.copies.copy_operation import CopyOperation, Direction, merge
 from kvgrpc.prefetch.copies.engine import CopyEngine
-from kvgrpc.prefetch.copies.operation import CopyOperation, Direction, merge
 from kvgrpc.prefetch.copies.paths import CopyPath, IoBackend
 from kvgrpc.prefetch.model import NotEnoughPages
 from kvgrpc.prefetch.pools.device import DevicePool

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvgrpc.errors import InvalidRequest, PageStateInvalid
-from kvgrpc.prefetch.copies.operation import Direction
+from kvgrpc.prefetch.copies.copy_operation import Direction
 from kvgrpc.prefetch.model import NotEnoughPages, WritePolicy
 from kvgrpc.prefetch.pools.pages import Pages, PageState, as_pages
 from kvgrpc.prefetch.tree.cache import PinnedPrefix

@@ -56,11 +56,15 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     # Shells, which do I/O: a fault lives in a fork, so their tests begin no gRPC before it.
     "runtime": (
-        "transfer/runtime/resolve.py transfer/runtime/search.py transfer/runtime/death_proofs.py"
+        "transfer/runtime/resolve.py transfer/runtime/room_locator.py transfer/runtime/death_proofs.py"
         " transfer/runtime/worker.py transfer/runtime/guarded.py transfer/runtime/gather.py transfer/runtime/summing.py"
         " transfer/runtime/fair_queue.py transfer/runtime/dead_peers.py transfer/runtime/past_rooms.py",
         (
-            *("unit/transfer/test_prefill_resolver.py", "unit/transfer/test_search.py", "unit/transfer/test_worker.py"),
+            *(
+                "unit/transfer/test_prefill_resolver.py",
+                "unit/transfer/test_room_locator.py",
+                "unit/transfer/test_worker.py",
+            ),
             *("unit/transfer/test_guarded.py", "unit/transfer/test_gather.py", "unit/transfer/test_summing.py"),
             *("unit/transfer/test_fair_queue.py", "unit/transfer/test_dead_peers.py"),
             "unit/transfer/test_past_rooms.py",

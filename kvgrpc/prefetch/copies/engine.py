@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvgrpc.errors import CopyFailed, Failure, InvalidRequest, KvGrpcError, TooManyRequests
+from kvgrpc.prefetch.copies.copy_operation import CopyAck, CopyOperation, CopyPiece, Direction, copy_failed, merge
 from kvgrpc.prefetch.copies.layers import LayerSignal
-from kvgrpc.prefetch.copies.operation import CopyAck, CopyOperation, CopyPiece, Direction, copy_failed, merge
 from kvgrpc.prefetch.copies.paths import CopyPath, IoBackend
 from kvgrpc.prefetch.copies.streams import open_lane, pin, unpin
 from kvgrpc.prefetch.model import NotEnoughPages

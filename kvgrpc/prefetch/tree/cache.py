@@ -26,9 +26,9 @@ from kvgrpc.prefetch.pools.pages import Pages, PageState, as_pages
 from kvgrpc.prefetch.tree.prefix_tree import Node, PrefixTree
 
 if TYPE_CHECKING:
+    from kvgrpc.prefetch.copies.copy_operation import CopyAck
     from kvgrpc.prefetch.copies.engine import CopyEngine
     from kvgrpc.prefetch.copies.layers import LayerSignal
-    from kvgrpc.prefetch.copies.operation import CopyAck
 
 NODES_AT_ONCE = 256
 """Nodes that are looked at without a pause, where all of them are."""
@@ -346,7 +346,7 @@ class TieredCache:
 
     def on_ack(self, ack: CopyAck) -> None:
         """For ``CopyEngine(on_ack=...)``: settles the tree, on the copying thread."""
-        from kvgrpc.prefetch.copies.operation import Direction
+        from kvgrpc.prefetch.copies.copy_operation import Direction
 
         with self._lock:
             if ack.direction is Direction.DOWN:

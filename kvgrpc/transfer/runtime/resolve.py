@@ -19,7 +19,7 @@ from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodeRoom
 from kvgrpc.transfer.protocol.types import LONGEST_TRACEPARENT, Handle, Target, prefill_dp
 from kvgrpc.transfer.runtime.boundary import RoomRequest
-from kvgrpc.transfer.runtime.search import Renewed, RoomSearch
+from kvgrpc.transfer.runtime.room_locator import Renewed, RoomLocator
 
 logger = logging.getLogger(__name__)
 KNOWN_ENGINES = 4096
@@ -107,7 +107,7 @@ class PrefillResolver:
         self._dead: dict[RankRef, float] = {}
         self._questions: dict[tuple[str, bool], tuple[float, list[ReceiverRoom]]] = {}
         self._awaited: dict[tuple[str, Coordinates], asyncio.Task[None]] = {}
-        self._search = RoomSearch(
+        self._locator = RoomLocator(
             open_channel, start, self._on_found, self._on_no_answer, self._targets_now, self._fail, self._on_over
         )
         self._closed = False
@@ -163,7 +163,7 @@ class PrefillResolver:
         self._closed = True
         for task in self._awaited.values():
             task.cancel()
-        await self._search.close()
+        await self._locator.close()
 
     async def _await_restart(self, bootstrap_addr: str, coordinates: Coordinates, changes: Changes) -> None:
         """Asks the registry once, and again when it says that something changed."""
@@ -304,7 +304,7 @@ class PrefillResolver:
 
     def _look_for(self, room: ReceiverRoom, engine: PrefillEngine) -> None:
         """Which dp rank has its sender, the ranks themselves say: one of each is asked. Raises as ``_targets_of``."""
-        self._search.add(room, [self._targets_of(dp, engine)[0] for dp in range(engine.layout.dp)])
+        self._locator.add(room, [self._targets_of(dp, engine)[0] for dp in range(engine.layout.dp)])
 
     def _on_found(self, room: DecodeRoom, target: Target) -> None:
         """Bound to all that owe it a part, or not yet: one that misses some would be whole without their bytes."""

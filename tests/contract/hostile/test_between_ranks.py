@@ -192,7 +192,7 @@ def test_one_dp_rank_that_is_gone_fails_no_room_of_the_others(
     of_met = sender_of(first, met.room)
     wait_until(lambda: met.poll() is KVPoll.WaitingForInput, SECONDS)
     second.close(1.0)
-    with caplog.at_level(logging.INFO, "kvgrpc.transfer.runtime.search"):
+    with caplog.at_level(logging.INFO, "kvgrpc.transfer.runtime.room_locator"):
         late = receiver_of(decode, bootstrap, next(ROOMS))
         asking = f"asking {second.rank.ref} at"
         wait_until(lambda: asking in caplog.text or late.ended, SECONDS)  # it does not answer

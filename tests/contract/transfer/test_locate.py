@@ -13,7 +13,7 @@ from kvgrpc.errors import KvGrpcError, Reason
 from kvgrpc.model import Layout
 from kvgrpc.rpc.status import error_from
 from kvgrpc.transfer import KVPoll
-from kvgrpc.transfer.runtime.search import ROOMS_TOGETHER
+from kvgrpc.transfer.runtime.room_locator import ROOMS_TOGETHER
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from tests.contract.transfer_peers import receiver_of, sender_of

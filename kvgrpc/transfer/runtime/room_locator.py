@@ -27,7 +27,7 @@ _Rooms = dict[RoomKey, DecodeRoom]
 Renewed = Sequence[Target] | EngineNotFound | None
 
 
-class RoomSearch:
+class RoomLocator:
     """Asks every dp rank at once (LocateRooms); rooms that come in one turn of the loop are asked for together.
 
     A room is looked for until it is found or has ended, by its deadline at the latest. A rank that does not answer

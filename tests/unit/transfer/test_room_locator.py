@@ -1,4 +1,4 @@
-"""RoomSearch with ranks that answer as no rank of ours does."""
+"""RoomLocator with ranks that answer as no rank of ours does."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvgrpc.errors import EngineNotFound
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer.protocol.decode_core import DecodeRoom
 from kvgrpc.transfer.protocol.types import Handle, RoomKey, Target
-from kvgrpc.transfer.runtime import search as search_module
-from kvgrpc.transfer.runtime.search import RoomSearch
+from kvgrpc.transfer.runtime import room_locator as search_module
+from kvgrpc.transfer.runtime.room_locator import RoomLocator
 
 RANKS = [Target(RankRef(RankId("P", dp=dp), 1), f"127.0.0.1:{dp + 1}") for dp in range(2)]
 
 
-class Search(RoomSearch):
+class Search(RoomLocator):
     """Asks ``answers`` instead of a rank."""
 
     def __init__(self, answers: dict[Target, list[RoomKey] | None]) -> None:

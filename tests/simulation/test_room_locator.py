@@ -1,6 +1,6 @@
 """How prefill is resolved and searched, on a loop of virtual time: which dp rank has a room, whatever others answer.
 
-The decode core, PrefillResolver and RoomSearch are the product's; ranks, their sessions and the registry are fakes.
+The decode core, PrefillResolver and RoomLocator are the product's; ranks, their sessions and the registry are fakes.
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ class Hunt:
             unstopped = [rank for rank in fleet.healthy if key in rank.senders and key not in rank.told_stop]
             if key in self.aborted and room.handle.poll is KVPoll.Failed and unstopped and self._calm:
                 found.append(f"{key} was aborted, and its prefill never heard of it")
-        routes, search = fleet.routes, fleet.routes._search
+        routes, search = fleet.routes, fleet.routes._locator
         if routes._questions or search._batches or search._asked:
             found.append(f"kept: {routes._questions} {search._batches} {search._asked}")
         if fleet.most_asked > ROOMS:

@@ -15,7 +15,7 @@ HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 
 SETTINGS = 4
 
 
-class NoAnswer(Exception):
+class UnreachableServer(Exception):
     """A PeerUnreachable with what to do next."""
 
     def __init__(self, error: PeerUnreachable, next_step: str) -> None:
