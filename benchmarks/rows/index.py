@@ -329,8 +329,8 @@ class _Table:
     def ask(self, question: Question, wanted: Wanted) -> list[CacheScore]:
         return self._table.score(question, wanted, 0.0)
 
-    def page_sizes(self, wanted: Wanted, model: str = "") -> set[int]:
-        return self._table.page_sizes(wanted, model)
+    def page_sizes(self, wanted: Wanted, model: str = "", field: str = "model") -> set[int]:
+        return self._table.page_sizes(wanted, model, field)
 
     def plan_in_steps(
         self, questions: Sequence[PlanQuestion], wanted: Wanted, *, reserve: bool = False

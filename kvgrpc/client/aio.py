@@ -109,16 +109,15 @@ class Client:
     async def get_engine(self, engine: str) -> registry_service_pb2.Engine:
         """One engine with all of its rows."""
         stub = RegistryServiceStub(self._channel())
-        whole: registry_service_pb2.Engine | None = None
-        token = ""
-        while whole is None or token:
+
+        async def page(token: str) -> tuple[Iterable[registry_service_pb2.Engine], str]:
             request = registry_service_pb2.GetEngineRequest(engine=engine, page_token=token, page_size=1000)
             response = await self._read(stub.GetEngine, request)
-            token = response.next_page_token
-            if whole is None:
-                whole = response.engine
-            else:
-                whole.rows.extend(response.engine.rows)
+            return [response.engine], response.next_page_token
+
+        whole, *others = await _pages(page)
+        for other in others:
+            whole.rows.extend(other.rows)
         return whole
 
     async def resolve_ranks(
@@ -357,7 +356,11 @@ class Client:
     async def plan(
         self, request: index_service_pb2.PlanRequest, *, once_within: float | None = None
     ) -> index_service_pb2.PlanResponse:
-        """Returns where to run requests, and from whom to pull which part of their prompts; as ``score``."""
+        """Returns where to run requests, and from whom to pull which part of their prompts; as ``score``.
+
+        With ``reserve`` a repeated call may count a request twice, for the second until its engine tells what it has to
+        do: ``once_within`` repeats none.
+        """
         response: index_service_pb2.PlanResponse = await self._ask_index("Plan", request, once_within)
         return response
 
@@ -572,11 +575,14 @@ class Client:
 
 async def _pages(page: Callable[[str], Awaitable[tuple[Iterable[T], str]]], most_pages: int | None = None) -> list[T]:
     found: list[T] = []
-    token, pages = "", 0
+    token, pages, seen = "", 0, set[str]()
     while True:
         rows, token = await page(token)
         found.extend(rows)
         pages += 1
         if not token or pages == most_pages:
             return found
+        if token in seen:
+            raise KvGrpcError("the server names a page that it named before: its list has no end")
+        seen.add(token)
         await asyncio.sleep(0)

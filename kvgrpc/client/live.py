@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvgrpc.errors import FeatureDisabled
 from kvgrpc.events.model import LARGEST_MESSAGE
 from kvgrpc.net import joined, split, split_with_port
 from kvgrpc.rpc.loop import background
+from kvgrpc.rpc.turns import PIECE_SECONDS
 
 # What waits here is read again where it is lost; a reader that is so far behind should not hold more.
 RECEIVED_FRAMES = 10_000
@@ -79,11 +81,17 @@ class LiveFrames:
             while True:
                 # A recv that is cancelled may drop what it had taken; a poll does not.
                 if await socket.poll(_POLL_MILLISECONDS):
-                    with contextlib.suppress(zmq.Again):
-                        while True:
-                            self._take(socket.recv_multipart(zmq.NOBLOCK).result())
+                    self._take_some(socket)
+                    await asyncio.sleep(0)  # a poll that finds frames waits for nothing
         finally:
             socket.close()
+
+    def _take_some(self, socket: Any) -> None:
+        """As many as a turn of the loop has time for: a publisher that floods leaves turns to others."""
+        end = time.monotonic() + PIECE_SECONDS
+        with contextlib.suppress(self._zmq.Again):
+            while time.monotonic() < end:
+                self._take(socket.recv_multipart(self._zmq.NOBLOCK).result())
 
     def _take(self, frames: list[bytes]) -> None:
         if len(frames) == 3 and len(frames[1]) == _SEQUENCE.size:

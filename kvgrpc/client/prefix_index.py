@@ -216,9 +216,9 @@ class PrefixIndex:
         """As ``plan``, one request after the other; None wherever others may go on before the next is ready."""
         return self._planner.in_steps(questions, time.monotonic(), wanted=wanted, reserve=reserve)
 
-    def page_sizes(self, wanted: Wanted, model: str = "") -> set[int]:
+    def page_sizes(self, wanted: Wanted, model: str = "", field: str = "model") -> set[int]:
         """Tokens of a block of the caches that would be asked, where they told it."""
-        return self._table.page_sizes(wanted, model)
+        return self._table.page_sizes(wanted, model, field)
 
     def sources(self) -> list[Source]:
         """All caches that are followed, by engine and dp."""
@@ -384,8 +384,12 @@ class PrefixIndex:
         saved = self._saved.get(cache)
         if saved is not None:
             await self._restore(follower.core, saved)
-            self._saved.pop(cache, None)
-        await follower.start()
+        try:
+            await follower.start()
+        except KvGrpcError:
+            await follower.close()  # else what was restored is in the index for ever
+            raise
+        self._saved.pop(cache, None)
         self._followers[cache] = follower, place
         self._table.add(engine, dp, follower.core, place.address, live=self._live, model=place.model)
 

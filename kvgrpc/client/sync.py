@@ -191,7 +191,11 @@ class SyncClient(BlockingClient):
     def plan(
         self, request: index_service_pb2.PlanRequest, *, once_within: float | None = None
     ) -> index_service_pb2.PlanResponse:
-        """Returns where to run requests, and from whom to pull which part of their prompts; as ``score``."""
+        """Returns where to run requests, and from whom to pull which part of their prompts; as ``score``.
+
+        With ``reserve`` a repeated call may count a request twice, for the second until its engine tells what it has to
+        do: ``once_within`` repeats none.
+        """
         return self._run(self._client.plan(request, once_within=once_within))
 
     def list_sources(self, *, states: Sequence[index_service_pb2.IndexSourceState.ValueType] = ()) -> Sources:

@@ -20,6 +20,7 @@ from kvgrpc.client import Begin, Client, Dropped, Heartbeat, Payloads, SyncClien
 from kvgrpc.errors import (
     EngineNotFound,
     FeatureDisabled,
+    KvGrpcError,
     PeerUnreachable,
     RoomNotFound,
     ServerDraining,
@@ -47,6 +48,7 @@ class Registry(RegistryServiceServicer):
 
     def __init__(self) -> None:
         self.calls = 0
+        self.more = ""
 
     async def ListEngines(self, request: Any, context: Any) -> Any:
         self.calls += 1
@@ -55,7 +57,8 @@ class Registry(RegistryServiceServicer):
         first = not request.page_token
         names = ["A", "B"] if first else ["C"]
         engines = [registry_pb.Engine(name=name, role=common_pb2.Role.ROLE_PREFILL) for name in names]
-        return registry_pb.ListEnginesResponse(engines=engines, next_page_token="more" if first else "")
+        more = self.more or ("more" if first else "")
+        return registry_pb.ListEnginesResponse(engines=engines, next_page_token=more)
 
     async def GetEngine(self, request: Any, context: Any) -> Any:
         self.calls += 1
@@ -189,6 +192,11 @@ class TestAnswers:
         assert [row.data_plane for row in (await client.get_engine("A")).rows] == ["first", "second"]
         assert [room.room for room in await client.list_rooms(held_only=True)] == [1, 2**63 - 1]
         assert [session.address for session in await client.list_sessions()] == ["1"]
+
+    async def test_a_list_without_an_end_is_not_read_for_ever(self, process: Process, client: Client) -> None:
+        process.registry.more = "again"
+        with pytest.raises(KvGrpcError, match="its list has no end"):
+            await client.list_engines()
 
     async def test_single_things_are_their_messages(self, client: Client) -> None:
         assert (await client.get_room(7, attempt=2)).attempt == 2

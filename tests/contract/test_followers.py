@@ -10,10 +10,13 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import zmq
+import zmq.asyncio
 from google.protobuf.duration_pb2 import Duration
 
 from kvgrpc.client import (
@@ -27,7 +30,8 @@ from kvgrpc.client import (
     SyncPrefixIndex,
     prefix_index,
 )
-from kvgrpc.errors import InvalidRequest, PeerUnreachable, ServerDraining, StaleLog
+from kvgrpc.client.live import LiveFrames
+from kvgrpc.errors import AddressNotAllowed, InvalidRequest, PeerUnreachable, ServerDraining, StaleLog
 from kvgrpc.events.following.index import Match
 from kvgrpc.events.following.index_servicer import IndexServicer
 from kvgrpc.events.following.messages import FollowerState
@@ -223,6 +227,29 @@ async def test_an_endpoint_that_no_socket_takes_costs_the_live_frames_alone(capl
     assert any("no live frames from 'tcp://engine-7'" in record.message for record in caplog.records)
 
 
+async def test_a_publisher_that_floods_leaves_turns_of_the_loop_to_others() -> None:
+    """It sends the next frame before the last one is folded."""
+    context: Any = zmq.Context(zmq.asyncio.Context.instance())
+    taken = others = 0
+    with context.socket(zmq.XPUB) as publisher:
+        publisher.bind("inproc://flood")
+
+        def on_frame(sequence: int, payload: bytes) -> None:
+            nonlocal taken
+            taken += 1
+            if not others and taken < 20_000:
+                publisher.send_multipart([b"", sequence.to_bytes(8, "big"), payload])
+
+        frames = LiveFrames("127.0.0.1:1", on_frame)
+        frames.subscribe("inproc://flood", b"")
+        await until(lambda: publisher.poll(0) != 0)
+        publisher.send_multipart([b"", bytes(8), b"one"])
+        await until(lambda: taken > 0)
+        others = 1
+        assert taken < 20_000
+        await frames.close()
+
+
 async def test_nobody_there_is_said_and_tried_again() -> None:
     async with Publishing() as engine:
         await engine.hang_up()
@@ -348,6 +375,32 @@ async def test_an_engine_that_may_not_be_dialled_ends_no_other(
             assert [source.engine for source in index.sources()] == ["a"]
     [told] = [message for message in caplog.messages if "following dp0 of far" in message]
     assert "192.0.2.1" in told
+
+
+async def test_what_was_saved_of_an_engine_that_may_not_be_dialled_is_not_in_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = str(tmp_path / "index")
+    async with Publishing("a") as engine:
+        await engine.store([1, 2])
+        async with PrefixIndex(sources=[engine.address], saved=saved) as index:
+            await until(lambda: len(index.score([1, 2])) == 1)
+        start, refused = EventFollower.start, list[str]()
+
+        async def refuse(self: EventFollower) -> None:
+            if not refused:
+                refused.append(self.address)
+                assert self.core.contents is not None, "it was restored"
+                raise AddressNotAllowed("a certificate that is being replaced")
+            await start(self)
+
+        monkeypatch.setattr(EventFollower, "start", refuse)
+        monkeypatch.setattr(prefix_index, "LOOK_SECONDS", 0.02)
+        async with PrefixIndex(sources=[engine.address], saved=saved) as index:
+            await until(lambda: len(index.score([1, 2])) == 1)
+            (source,) = index.sources()
+            assert refused and source.counts.snapshots == 0, "it goes on from there all the same"
+            assert len(index._table.index.score([1, 2])) == 1, "and once"
 
 
 async def test_an_index_asks_the_next_replica_of_a_registry_that_does_not_answer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from kvgrpc.errors import InvalidRequest, ServerDraining
@@ -37,7 +37,7 @@ class Scores(Protocol):
     """What answers; ``kvgrpc.client.PrefixIndex`` is one."""
 
     def ask(self, question: Question, wanted: Wanted) -> list[CacheScore]: ...
-    def page_sizes(self, wanted: Wanted, model: str = "") -> set[int]: ...
+    def page_sizes(self, wanted: Wanted, model: str = "", field: str = "model") -> set[int]: ...
     def plan_in_steps(
         self, questions: Sequence[PlanQuestion], wanted: Wanted, *, reserve: bool = False
     ) -> Iterator[list[Placement] | None]: ...
@@ -66,10 +66,11 @@ class IndexServicer(IndexServiceServicer):
         wanted, budget, began = wanted_from_pb(request), Budget(), time.monotonic()
         response = pb.ScoreResponse()
         for index, prompt in enumerate(request.prompts):
-            sizes = self._index.page_sizes(wanted, prompt.model) if _leaves_sizes_open(prompt) else ()
-            asked = asked_from_pb(prompt, f"prompts[{index}]", sizes, budget)
+            field = f"prompts[{index}]"
+            sizes = self._sizes(prompt, field, wanted)
+            asked = asked_from_pb(prompt, field, sizes, budget)
             chains = {0: asked.given} if asked.given is not None else await self._hashed(asked)
-            scores = self._index.ask(Question(chains, prompt.model, asked.step), wanted)
+            scores = self._index.ask(Question(chains, prompt.model, asked.step, f"{field}.model"), wanted)
             _PROMPTS.inc()
             if not scores:
                 _MISSES.inc()
@@ -86,10 +87,10 @@ class IndexServicer(IndexServiceServicer):
         questions = []
         for index, each in enumerate(request.prompts):
             field = f"prompts[{index}].prompt"
-            sizes = self._index.page_sizes(wanted, each.prompt.model) if _leaves_sizes_open(each.prompt) else ()
+            sizes = self._sizes(each.prompt, field, wanted)
             asked = asked_from_pb(each.prompt, field, sizes, budget)
             chains = {0: asked.given} if asked.given is not None else await self._hashed(asked)
-            question = Question(chains, each.prompt.model, asked.step)
+            question = Question(chains, each.prompt.model, asked.step, f"{field}.model")
             tokens = each.tokens or asked.tokens
             questions.append(PlanQuestion(question, tokens, frozenset(each.engines), frozenset(each.sources)))
             if time.monotonic() - began > PIECE_SECONDS:
@@ -117,6 +118,12 @@ class IndexServicer(IndexServiceServicer):
             counts=[pb.IndexSourceStateCount(state=state, sources=count) for state, count in sorted(counts.items())],
             not_followed=self._index.not_followed()[:MAX_NOT_FOLLOWED],
         )
+
+    def _sizes(self, prompt: pb.ScorePrompt, field: str, wanted: Wanted) -> Collection[int]:
+        """Returns those of the caches' blocks, where the prompt leaves them open."""
+        if not _leaves_sizes_open(prompt):
+            return ()
+        return self._index.page_sizes(wanted, prompt.model, f"{field}.model")
 
     async def _hashed(self, asked: Asked) -> dict[int, list[int]]:
         # A million tokens take seconds, which are not the other callers'.

@@ -60,12 +60,13 @@ class Question(NamedTuple):
 
     ``chains``: its hashes by the tokens of a cache's block; under 0 for every cache that has no chain of its own. These
     are ``step`` tokens apart (0: a block): block i of a cache of k steps to a block is hash (i+1)k-1. ``model``: only
-    caches of engines that run it; "": of any, if all that are asked run one.
+    caches of engines that run it; "": of any, if all that are asked run one. ``field``: its name in a refusal.
     """
 
     chains: Mapping[int, Sequence[int]]
     model: str = ""
     step: int = 0
+    field: str = "model"
 
 
 class Wanted(NamedTuple):
@@ -134,9 +135,9 @@ class SourceTable:
         """The cache is not followed any more."""
         self._followed.pop((engine, dp), None)
 
-    def page_sizes(self, wanted: Wanted, model: str = "") -> set[int]:
+    def page_sizes(self, wanted: Wanted, model: str = "", field: str = "model") -> set[int]:
         """Tokens of a block of the caches that would be asked, where they told it."""
-        return {contents.page_tokens for _, _, contents in self._asked(wanted, model) if contents.page_tokens}
+        return {contents.page_tokens for _, _, contents in self._asked(wanted, model, field) if contents.page_tokens}
 
     def score(self, question: Question, wanted: Wanted, now: float) -> list[CacheScore]:
         """The caches that hold the first block, those with most tokens first. Raises InvalidRequest where no model is
@@ -145,7 +146,9 @@ class SourceTable:
         for (hashes, stride, step), asked in self._classes(question, wanted):
             strided = hashes if stride == 1 else hashes[stride - 1 :: stride]
             matches = self.index.score(strided, None if asked is None else [each[2].blocks for each in asked.values()])
-            for key, followed, contents in self._asked(wanted, question.model) if asked is None else asked.values():
+            for key, followed, contents in (
+                self._asked(wanted, question.model, question.field) if asked is None else asked.values()
+            ):
                 match = matches.get(contents.blocks)
                 if match is None:
                     continue
@@ -185,7 +188,7 @@ class SourceTable:
         """These caches by the tokens of their blocks; one that has told of no block yet has those of the others, where
         these agree."""
         by_size: dict[int, dict[_Key, tuple[_Followed, CacheContents]]] = {}
-        for key, followed, contents in self._asked(wanted, question.model):
+        for key, followed, contents in self._asked(wanted, question.model, question.field):
             is_away = followed.core.state is FollowerState.CONNECTING
             if not is_away and not _is_stale(followed.core, wanted.max_staleness, now):
                 load = followed.core.load
@@ -203,14 +206,14 @@ class SourceTable:
             yield _Chain(question.chains[0], 1, 0), None
             return
         by_size: dict[int, dict[_Key, _Asked]] = {}
-        for asked in self._asked(wanted, question.model):
+        for asked in self._asked(wanted, question.model, question.field):
             by_size.setdefault(asked[2].page_tokens, {})[asked[0]] = asked
         for size, caches in by_size.items():
             chain = _chain(question, size)
             if chain is not None:
                 yield chain, caches
 
-    def _asked(self, wanted: Wanted, model: str) -> Iterator[_Asked]:
+    def _asked(self, wanted: Wanted, model: str, field: str) -> Iterator[_Asked]:
         models = set()
         for key, followed in self._followed.items():
             if wanted.engines and key[0] not in wanted.engines:
@@ -222,7 +225,7 @@ class SourceTable:
                 models.add(followed.model)
                 if len(models) > 1:
                     named = " or ".join(sorted(models))
-                    raise InvalidRequest.of("model", "", f"the model's name: these caches are of {named}")
+                    raise InvalidRequest.of(field, "", f"the model's name: these caches are of {named}")
             if followed.core.contents is not None:
                 yield key, followed, followed.core.contents
 

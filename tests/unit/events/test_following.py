@@ -239,6 +239,8 @@ class TestSources:
         assert table.score(Question({0: asked}, "c"), Wanted(), 0.0) == []
         with pytest.raises(InvalidRequest, match="model: must be the model's name: these caches are of a or b"):
             table.score(Question({0: asked}), Wanted(), 0.0)
+        with pytest.raises(InvalidRequest, match=r"^INVALID_REQUEST: prompts\[7\]\.model: must be the model's name"):
+            table.holdings(Question({0: asked}, field="prompts[7].model"), Wanted(), 0.0)
         assert [at.engine for at in table.score(Question({0: asked}), Wanted({"A", "C"}), 0.0)] == ["C", "A"]
 
     def test_engines_of_different_page_sizes_answer_one_question(self) -> None:

@@ -34,7 +34,7 @@ class Asked:
     def plan_in_steps(self, questions: Any, wanted: Wanted, *, reserve: bool = False) -> Iterator[Any]:
         return ([] for _ in questions)
 
-    def page_sizes(self, wanted: Wanted, model: str = "") -> set[int]:
+    def page_sizes(self, wanted: Wanted, model: str = "", field: str = "model") -> set[int]:
         return {4, 16}
 
     def sources(self) -> list[Source]:

@@ -62,7 +62,7 @@ impl IndexService for Index {
                 tokio::task::yield_now().await;
                 turn = blocks;
             }
-            let scores = self.index.score(&question, &wanted).map_err(|needed| model_needed(&needed))?;
+            let scores = self.index.score(&question, &wanted).map_err(|needed| model_needed(&format!("prompts[{at}]"), &needed))?;
             self.counts.prompts.fetch_add(1, Ordering::Relaxed);
             self.counts.misses.fetch_add(scores.is_empty().into(), Ordering::Relaxed);
             prompts.push(PromptScores { scores, blocks: blocks as u32 });
@@ -84,7 +84,10 @@ impl IndexService for Index {
         // Many questions over many caches take milliseconds, which are not the other calls'.
         let plans = tokio::task::block_in_place(|| self.index.plan(&questions, staleness, request.reserve));
         let most = request.max_placements.max(1) as usize;
-        let plans = plans.map_err(|needed| model_needed(&needed))?.into_iter().zip(&questions);
+        // It asks all caches for each, so the first that names no model is the one.
+        let unnamed = questions.iter().position(|each| each.question.model.is_empty()).unwrap_or(0);
+        let plans = plans.map_err(|needed| model_needed(&format!("prompts[{unnamed}].prompt"), &needed))?;
+        let plans = plans.into_iter().zip(&questions);
         let plans = plans.map(|(mut placements, asked)| {
             placements.truncate(most);
             pb::PromptPlan { placements, blocks: asked.question.hashes.len() as u32 }
@@ -188,8 +191,8 @@ fn check_plan(request: &pb::PlanRequest) -> Result<(), Status> {
     Ok(())
 }
 
-fn model_needed(needed: &ModelNeeded) -> Status {
-    invalid("model", "''", &format!("the model's name: these caches are of {}", needed.models.join(" or ")))
+fn model_needed(field: &str, needed: &ModelNeeded) -> Status {
+    invalid(&format!("{field}.model"), "''", &format!("the model's name: these caches are of {}", needed.models.join(" or ")))
 }
 
 fn question(prompt: ScorePrompt, field: &str, left: &mut usize) -> Result<Question, Status> {
