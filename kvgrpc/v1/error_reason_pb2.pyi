@@ -61,7 +61,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_REGISTRATION_SHAPE_CONFLICT: _ErrorReason.ValueType  # 15
     """Same rank registered with another shape. Metadata: rank, mismatchedFields. Fix the configuration or deregister."""
     ERROR_REASON_ENGINE_NOT_FOUND: _ErrorReason.ValueType  # 16
-    """No such engine here, or it is not READY. Metadata: engine, role, missingRanks."""
+    """No such engine here, or it is not READY. Metadata: engine, role, missingRanks. The last is text for people."""
     ERROR_REASON_WARMING_UP: _ErrorReason.ValueType  # 17
     """The registry restarted less than one TTL ago and may not know everybody yet. Metadata: engine. Carries RetryInfo."""
     ERROR_REASON_WRONG_RANK: _ErrorReason.ValueType  # 18
@@ -83,7 +83,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     scheme. Use credentials of this server.
     """
     ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 24
-    """The caller's role may not do this. Metadata: method, role, allowed."""
+    """The caller's role may not do this. Metadata: method, role, allowed. The method is a path, as
+    "/kvgrpc.v1.ServerService/Drain".
+    """
     ERROR_REASON_FEATURE_DISABLED: _ErrorReason.ValueType  # 25
     """Built or started without it. Metadata: feature, howToEnable."""
     ERROR_REASON_ADDRESS_NOT_ALLOWED: _ErrorReason.ValueType  # 26
@@ -179,7 +181,7 @@ ERROR_REASON_FRAME_TOO_LARGE: ErrorReason.ValueType  # 14
 ERROR_REASON_REGISTRATION_SHAPE_CONFLICT: ErrorReason.ValueType  # 15
 """Same rank registered with another shape. Metadata: rank, mismatchedFields. Fix the configuration or deregister."""
 ERROR_REASON_ENGINE_NOT_FOUND: ErrorReason.ValueType  # 16
-"""No such engine here, or it is not READY. Metadata: engine, role, missingRanks."""
+"""No such engine here, or it is not READY. Metadata: engine, role, missingRanks. The last is text for people."""
 ERROR_REASON_WARMING_UP: ErrorReason.ValueType  # 17
 """The registry restarted less than one TTL ago and may not know everybody yet. Metadata: engine. Carries RetryInfo."""
 ERROR_REASON_WRONG_RANK: ErrorReason.ValueType  # 18
@@ -201,7 +203,9 @@ ERROR_REASON_CREDENTIALS_INVALID: ErrorReason.ValueType  # 23
 scheme. Use credentials of this server.
 """
 ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 24
-"""The caller's role may not do this. Metadata: method, role, allowed."""
+"""The caller's role may not do this. Metadata: method, role, allowed. The method is a path, as
+"/kvgrpc.v1.ServerService/Drain".
+"""
 ERROR_REASON_FEATURE_DISABLED: ErrorReason.ValueType  # 25
 """Built or started without it. Metadata: feature, howToEnable."""
 ERROR_REASON_ADDRESS_NOT_ALLOWED: ErrorReason.ValueType  # 26

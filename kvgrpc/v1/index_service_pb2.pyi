@@ -758,7 +758,7 @@ class PlanPrompt(_message.Message):
     ENGINES_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     tokens: _builtins.int
-    """Tokens of all of it; 0: those of its blocks."""
+    """Tokens of all of it; 0: those of its blocks, in pages of each cache's own size. Say them where caches have several sizes."""
     @_builtins.property
     def prompt(self) -> Global___ScorePrompt:
         """How it begins."""

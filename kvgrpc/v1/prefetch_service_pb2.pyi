@@ -444,7 +444,7 @@ class LookupResponse(_message.Message):
     asked_pages: _builtins.int
     """Full pages asked for."""
     device_pages: _builtins.int
-    """On the device."""
+    """On the device; 0 where the engine alone knows that: its events tell."""
     host_pages: _builtins.int
     """On device or host."""
     storage_pages: _builtins.int

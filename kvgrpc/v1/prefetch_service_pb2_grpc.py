@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PrefetchServiceStub(object):
-    """Served by ranks with a hierarchical cache. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
+    """Served by ranks with a hierarchical cache, at the grpc of their Endpoints. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
     answer WRONG_RANK with its address. Bytes move in the engine's process and in its storage, never over this service.
     """
 
@@ -89,7 +89,7 @@ class PrefetchServiceStub(object):
 
 
 class PrefetchServiceServicer(object):
-    """Served by ranks with a hierarchical cache. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
+    """Served by ranks with a hierarchical cache, at the grpc of their Endpoints. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
     answer WRONG_RANK with its address. Bytes move in the engine's process and in its storage, never over this service.
     """
 
@@ -248,7 +248,7 @@ def add_PrefetchServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefetchService(object):
-    """Served by ranks with a hierarchical cache. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
+    """Served by ranks with a hierarchical cache, at the grpc of their Endpoints. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
     answer WRONG_RANK with its address. Bytes move in the engine's process and in its storage, never over this service.
     """
 

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PrefetchServiceStub:
-    """Served by ranks with a hierarchical cache. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
+    """Served by ranks with a hierarchical cache, at the grpc of their Endpoints. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
     answer WRONG_RANK with its address. Bytes move in the engine's process and in its storage, never over this service.
     """
 
@@ -91,7 +91,7 @@ class PrefetchServiceStub:
 
 @_typing.type_check_only
 class PrefetchServiceAsyncStub(PrefetchServiceStub):
-    """Served by ranks with a hierarchical cache. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
+    """Served by ranks with a hierarchical cache, at the grpc of their Endpoints. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
     answer WRONG_RANK with its address. Bytes move in the engine's process and in its storage, never over this service.
     """
 
@@ -151,7 +151,7 @@ class PrefetchServiceAsyncStub(PrefetchServiceStub):
     """
 
 class PrefetchServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Served by ranks with a hierarchical cache. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
+    """Served by ranks with a hierarchical cache, at the grpc of their Endpoints. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
     answer WRONG_RANK with its address. Bytes move in the engine's process and in its storage, never over this service.
     """
 

@@ -30,7 +30,9 @@ class Endpoints(_message.Message):
     EVENTS_PUB_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     grpc: _builtins.str
-    """TransferService, EventService and ServerService of the rank. A prefill has it."""
+    """ServerService of the rank, whose GetServerInfo says what else is here: TransferService, EventService, and where it has a
+    cache PrefetchService and PullService. A prefill has it.
+    """
     events_pub: _builtins.str
     """Live events on ZMQ PUB, for example "tcp://10.0.0.7:5557"."""
     cache: _builtins.str

@@ -65,7 +65,7 @@ const (
 	ErrorReason_ERROR_REASON_FRAME_TOO_LARGE ErrorReason = 14
 	// Same rank registered with another shape. Metadata: rank, mismatchedFields. Fix the configuration or deregister.
 	ErrorReason_ERROR_REASON_REGISTRATION_SHAPE_CONFLICT ErrorReason = 15
-	// No such engine here, or it is not READY. Metadata: engine, role, missingRanks.
+	// No such engine here, or it is not READY. Metadata: engine, role, missingRanks. The last is text for people.
 	ErrorReason_ERROR_REASON_ENGINE_NOT_FOUND ErrorReason = 16
 	// The registry restarted less than one TTL ago and may not know everybody yet. Metadata: engine. Carries RetryInfo.
 	ErrorReason_ERROR_REASON_WARMING_UP ErrorReason = 17
@@ -84,7 +84,8 @@ const (
 	// Missing or bad credentials: no token, one of another secret or a plain secret, no certificate with a role. Metadata:
 	// scheme. Use credentials of this server.
 	ErrorReason_ERROR_REASON_CREDENTIALS_INVALID ErrorReason = 23
-	// The caller's role may not do this. Metadata: method, role, allowed.
+	// The caller's role may not do this. Metadata: method, role, allowed. The method is a path, as
+	// "/kvgrpc.v1.ServerService/Drain".
 	ErrorReason_ERROR_REASON_PERMISSION_DENIED ErrorReason = 24
 	// Built or started without it. Metadata: feature, howToEnable.
 	ErrorReason_ERROR_REASON_FEATURE_DISABLED ErrorReason = 25

@@ -1473,7 +1473,7 @@ type PlanPrompt struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How it begins.
 	Prompt *ScorePrompt `protobuf:"bytes,1,opt,name=prompt,proto3" json:"prompt,omitempty"`
-	// Tokens of all of it; 0: those of its blocks.
+	// Tokens of all of it; 0: those of its blocks, in pages of each cache's own size. Say them where caches have several sizes.
 	Tokens uint32 `protobuf:"varint,2,opt,name=tokens,proto3" json:"tokens,omitempty"`
 	// Engines that could run it, at most 1,024; empty: all that are followed, of this model.
 	Engines []string `protobuf:"bytes,3,rep,name=engines,proto3" json:"engines,omitempty"`

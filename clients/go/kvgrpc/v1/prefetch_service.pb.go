@@ -762,7 +762,7 @@ type LookupResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Full pages asked for.
 	AskedPages uint32 `protobuf:"varint,1,opt,name=asked_pages,json=askedPages,proto3" json:"asked_pages,omitempty"`
-	// On the device.
+	// On the device; 0 where the engine alone knows that: its events tell.
 	DevicePages uint32 `protobuf:"varint,2,opt,name=device_pages,json=devicePages,proto3" json:"device_pages,omitempty"`
 	// On device or host.
 	HostPages uint32 `protobuf:"varint,3,opt,name=host_pages,json=hostPages,proto3" json:"host_pages,omitempty"`

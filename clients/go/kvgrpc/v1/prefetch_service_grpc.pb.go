@@ -37,7 +37,7 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Served by ranks with a hierarchical cache. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
+// Served by ranks with a hierarchical cache, at the grpc of their Endpoints. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
 // answer WRONG_RANK with its address. Bytes move in the engine's process and in its storage, never over this service.
 type PrefetchServiceClient interface {
 	// Tells how many leading pages are where. Storage is asked, device and host are tables in memory.
@@ -209,7 +209,7 @@ type PrefetchService_JoinAgreementClient = grpc.BidiStreamingClient[JoinAgreemen
 // All implementations must embed UnimplementedPrefetchServiceServer
 // for forward compatibility.
 //
-// Served by ranks with a hierarchical cache. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
+// Served by ranks with a hierarchical cache, at the grpc of their Endpoints. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
 // answer WRONG_RANK with its address. Bytes move in the engine's process and in its storage, never over this service.
 type PrefetchServiceServer interface {
 	// Tells how many leading pages are where. Storage is asked, device and host are tables in memory.

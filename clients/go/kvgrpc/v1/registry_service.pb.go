@@ -27,7 +27,8 @@ const (
 // Where a rank listens. "host:port", IPv6 in brackets. Empty: not served.
 type Endpoints struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// TransferService, EventService and ServerService of the rank. A prefill has it.
+	// ServerService of the rank, whose GetServerInfo says what else is here: TransferService, EventService, and where it has a
+	// cache PrefetchService and PullService. A prefill has it.
 	Grpc string `protobuf:"bytes,1,opt,name=grpc,proto3" json:"grpc,omitempty"`
 	// Live events on ZMQ PUB, for example "tcp://10.0.0.7:5557".
 	EventsPub string `protobuf:"bytes,2,opt,name=events_pub,json=eventsPub,proto3" json:"events_pub,omitempty"`

@@ -41,7 +41,7 @@ pub enum ErrorReason {
     FrameTooLarge = 14,
     /// Same rank registered with another shape. Metadata: rank, mismatchedFields. Fix the configuration or deregister.
     RegistrationShapeConflict = 15,
-    /// No such engine here, or it is not READY. Metadata: engine, role, missingRanks.
+    /// No such engine here, or it is not READY. Metadata: engine, role, missingRanks. The last is text for people.
     EngineNotFound = 16,
     /// The registry restarted less than one TTL ago and may not know everybody yet. Metadata: engine. Carries RetryInfo.
     WarmingUp = 17,
@@ -60,7 +60,8 @@ pub enum ErrorReason {
     /// Missing or bad credentials: no token, one of another secret or a plain secret, no certificate with a role. Metadata:
     /// scheme. Use credentials of this server.
     CredentialsInvalid = 23,
-    /// The caller's role may not do this. Metadata: method, role, allowed.
+    /// The caller's role may not do this. Metadata: method, role, allowed. The method is a path, as
+    /// "/kvgrpc.v1.ServerService/Drain".
     PermissionDenied = 24,
     /// Built or started without it. Metadata: feature, howToEnable.
     FeatureDisabled = 25,
@@ -1801,7 +1802,7 @@ pub struct PlanPrompt {
     /// How it begins.
     #[prost(message, optional, tag = "1")]
     pub prompt: ::core::option::Option<ScorePrompt>,
-    /// Tokens of all of it; 0: those of its blocks.
+    /// Tokens of all of it; 0: those of its blocks, in pages of each cache's own size. Say them where caches have several sizes.
     #[prost(uint32, tag = "2")]
     pub tokens: u32,
     /// Engines that could run it, at most 1,024; empty: all that are followed, of this model.
@@ -2522,7 +2523,7 @@ pub struct LookupResponse {
     /// Full pages asked for.
     #[prost(uint32, tag = "1")]
     pub asked_pages: u32,
-    /// On the device.
+    /// On the device; 0 where the engine alone knows that: its events tell.
     #[prost(uint32, tag = "2")]
     pub device_pages: u32,
     /// On device or host.
@@ -3165,7 +3166,7 @@ pub mod prefetch_service_client {
     )]
     use tonic::codegen::*;
     use tonic::codegen::http::Uri;
-    /// Served by ranks with a hierarchical cache. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
+    /// Served by ranks with a hierarchical cache, at the grpc of their Endpoints. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
     /// answer WRONG_RANK with its address. Bytes move in the engine's process and in its storage, never over this service.
     #[derive(Debug, Clone)]
     pub struct PrefetchServiceClient<T> {
@@ -3650,7 +3651,7 @@ pub mod prefetch_service_server {
             tonic::Status,
         >;
     }
-    /// Served by ranks with a hierarchical cache. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
+    /// Served by ranks with a hierarchical cache, at the grpc of their Endpoints. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
     /// answer WRONG_RANK with its address. Bytes move in the engine's process and in its storage, never over this service.
     #[derive(Debug)]
     pub struct PrefetchServiceServer<T> {
@@ -4905,7 +4906,8 @@ pub mod pull_service_server {
 /// Where a rank listens. "host:port", IPv6 in brackets. Empty: not served.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Endpoints {
-    /// TransferService, EventService and ServerService of the rank. A prefill has it.
+    /// ServerService of the rank, whose GetServerInfo says what else is here: TransferService, EventService, and where it has a
+    /// cache PrefetchService and PullService. A prefill has it.
     #[prost(string, tag = "1")]
     pub grpc: ::prost::alloc::string::String,
     /// Live events on ZMQ PUB, for example "tcp://10.0.0.7:5557".

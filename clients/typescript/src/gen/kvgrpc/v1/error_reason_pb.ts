@@ -138,7 +138,7 @@ export enum ErrorReason {
   REGISTRATION_SHAPE_CONFLICT = 15,
 
   /**
-   * No such engine here, or it is not READY. Metadata: engine, role, missingRanks.
+   * No such engine here, or it is not READY. Metadata: engine, role, missingRanks. The last is text for people.
    *
    * @generated from enum value: ERROR_REASON_ENGINE_NOT_FOUND = 16;
    */
@@ -197,7 +197,8 @@ export enum ErrorReason {
   CREDENTIALS_INVALID = 23,
 
   /**
-   * The caller's role may not do this. Metadata: method, role, allowed.
+   * The caller's role may not do this. Metadata: method, role, allowed. The method is a path, as
+   * "/kvgrpc.v1.ServerService/Drain".
    *
    * @generated from enum value: ERROR_REASON_PERMISSION_DENIED = 24;
    */

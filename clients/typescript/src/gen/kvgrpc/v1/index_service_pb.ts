@@ -833,7 +833,7 @@ export type PlanPrompt = Message<"kvgrpc.v1.PlanPrompt"> & {
   prompt?: ScorePrompt | undefined;
 
   /**
-   * Tokens of all of it; 0: those of its blocks.
+   * Tokens of all of it; 0: those of its blocks, in pages of each cache's own size. Say them where caches have several sizes.
    *
    * @generated from field: uint32 tokens = 2;
    */

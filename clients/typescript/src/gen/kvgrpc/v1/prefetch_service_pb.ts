@@ -280,7 +280,7 @@ export type LookupResponse = Message<"kvgrpc.v1.LookupResponse"> & {
   askedPages: number;
 
   /**
-   * On the device.
+   * On the device; 0 where the engine alone knows that: its events tell.
    *
    * @generated from field: uint32 device_pages = 2;
    */
@@ -1603,7 +1603,7 @@ export const AgreementStageSchema: GenEnum<AgreementStage> = /*@__PURE__*/
   enumDesc(file_kvgrpc_v1_prefetch_service, 4);
 
 /**
- * Served by ranks with a hierarchical cache. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
+ * Served by ranks with a hierarchical cache, at the grpc of their Endpoints. Starts are for the rank with pp = cp = tp = 0 of a dp replica; the others
  * answer WRONG_RANK with its address. Bytes move in the engine's process and in its storage, never over this service.
  *
  * @generated from service kvgrpc.v1.PrefetchService

@@ -25,7 +25,8 @@ export const file_kvgrpc_v1_registry_service: GenFile = /*@__PURE__*/
  */
 export type Endpoints = Message<"kvgrpc.v1.Endpoints"> & {
   /**
-   * TransferService, EventService and ServerService of the rank. A prefill has it.
+   * ServerService of the rank, whose GetServerInfo says what else is here: TransferService, EventService, and where it has a
+   * cache PrefetchService and PullService. A prefill has it.
    *
    * @generated from field: string grpc = 1;
    */
