@@ -95,6 +95,9 @@ INDEX_MISSES = _counter("kvgrpc_index_prompt_misses", "Prompts of which no cache
 # The hierarchical cache. kind, state, stop: names of kvgrpc.prefetch.model.
 CACHE_OPERATIONS = _counter("kvgrpc_cache_operations", "Prefetches and backups that ended.", "kind", "state", "stop")
 
+# Calls of a store. call: "read", "write", or "ask", which is all else; end: "ok", "failed", "timeout", "down".
+STORAGE_CALLS = _counter("kvgrpc_storage_calls", "Calls of storage backends that ended.", "call", "end")
+
 # Pulls that ended. direction: "taken", "lent"; end: "OK", or the name of the ErrorReason.
 PULLS = _counter("kvgrpc_pulls", "Rooms between host caches that ended.", "direction", "end")
 PULLED_BYTES = _counter("kvgrpc_pulled_bytes", "Bytes of pages that came over them.", "direction")

@@ -60,7 +60,7 @@ class PeersBackend:
         """``owns_storage``: it is closed with this."""
         self._storage = storage
         self._owns_storage = owns_storage
-        self._tally = Tally()
+        self._tally = Tally(of_a_store=False)
         self._connected: tuple[Keys, Taker, Count] | None = None
         self._asked: OrderedDict[_Question, _Asked] = OrderedDict()
         self._lock = threading.Lock()

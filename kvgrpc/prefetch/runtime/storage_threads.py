@@ -6,10 +6,11 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from kvgrpc.errors import Failure
+from kvgrpc.observability.storage import forget_storage, watch_storage
 from kvgrpc.prefetch.model import PageResult, PageStatus, PrefetchLimits, Stop
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.protocol.backup import Backup
@@ -31,6 +32,7 @@ T = TypeVar("T")
 StorageWork = LookUp | ReadNext | WriteNext
 # A call of storage that has taken so many times its time-out hangs.
 _HUNG_AFTER = 2.0
+_KINDS: dict[type[Any], str] = {LookUp: "look_up", ReadNext: "read", WriteNext: "write"}
 
 
 class Step(Protocol):
@@ -66,16 +68,21 @@ class StorageThreads:
             ReadNext: Worker("prefetch-read", self._read, failed, threads=readers),
             WriteNext: Worker("cache-backup", self._write, failed, threads=writers),
         }
+        watch_storage(self)
 
     @property
     def healthy(self) -> bool:
         """All of its threads live, and of each kind one at least does not stand in a call that ignores its time-out."""
-        return all(worker.healthy for worker in self._workers.values()) and not any(map(self._all_hang, self._workers))
+        of_a_kind = [(threads, hung) for _, threads, hung in self.storage_threads()]
+        return all(worker.healthy for worker in self._workers.values()) and all(hung < most for most, hung in of_a_kind)
 
-    def _all_hang(self, kind: type[Any]) -> bool:
+    def storage_threads(self) -> Sequence[tuple[str, int, int]]:
+        """By kind: how many there are, and how many stand in a call that ignores its time-out."""
         before = time.monotonic() - _HUNG_AFTER * self._limits.storage_timeout
-        hanging = sum(began < before for began in list(self._calls[kind].values()))
-        return hanging >= (self._limits.writers if kind is WriteNext else self._limits.readers)
+        return [
+            (_KINDS[kind], worker.threads, sum(began < before for began in list(self._calls[kind].values())))
+            for kind, worker in self._workers.items()
+        ]
 
     @contextlib.contextmanager
     def _calling(self, kind: type[Any]) -> Iterator[None]:
@@ -93,7 +100,10 @@ class StorageThreads:
     def stop(self, timeout: float) -> bool:
         """Begins nothing more; False when a thread was left behind."""
         end = time.monotonic() + timeout
-        return all([worker.stop(max(0.0, end - time.monotonic())) for worker in self._workers.values()])
+        ended = all([worker.stop(max(0.0, end - time.monotonic())) for worker in self._workers.values()])
+        if ended:
+            forget_storage(self)
+        return ended
 
     def _look_up(self, operations: list[Operation]) -> None:
         for operation in operations:

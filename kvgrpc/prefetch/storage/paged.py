@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from kvgrpc.errors import TooManyRequests
+from kvgrpc.observability import metrics
+from kvgrpc.observability.storage import forget_storage, watch_storage
 from kvgrpc.prefetch.model import Released
 from kvgrpc.prefetch.storage.base import (
     MemoryRange,
@@ -93,10 +95,15 @@ class Workers:
             return list(batch.results)
 
     @property
-    def hung(self) -> bool:
-        """Whether every thread is in a call that nobody waits for any more: nothing is begun until one ends."""
+    def hung_threads(self) -> int:
+        """Threads in calls that nobody waits for any more."""
         with self._changed:
-            return self._left >= self._threads
+            return self._left
+
+    @property
+    def hung(self) -> bool:
+        """Whether every thread is in such a call: nothing is begun until one ends."""
+        return self.hung_threads >= self._threads
 
     def close(self, timeout: float) -> bool:
         """Begins nothing more; True when every thread has ended within ``timeout``."""
@@ -151,9 +158,10 @@ class PageCalls:
     """Of one backend, called ``name`` and found at ``address``. Thread-safe."""
 
     def __init__(self, name: str, address: str, threads: int) -> None:
-        self._name, self._address = name, address
+        self._name, self._address, self._threads = name, address, threads
         self._workers = Workers(name, threads)
         self.closed = False
+        watch_storage(self)
 
     def move(self, function: Callable[[int], PageResult], count: int, timeout: float) -> list[PageResult]:
         """A result for each page: what ``function(i)`` said, or why it did not."""
@@ -163,10 +171,11 @@ class PageCalls:
     def ask(self, function: Callable[[int], T], count: int, timeout: float) -> list[T]:
         """Answers to all questions. Raises StorageDown: a missing answer must not look like a missing page."""
         answers: list[T] = []
-        for answer in self._workers.run(function, count, timeout):
-            if isinstance(answer, Unfinished):
-                raise self.down(self._result(answer).detail)
-            answers.append(answer)
+        with asking():
+            for answer in self._workers.run(function, count, timeout):
+                if isinstance(answer, Unfinished):
+                    raise self.down(self._result(answer).detail)
+                answers.append(answer)
         return answers
 
     def down(self, why: str) -> StorageDown:
@@ -182,7 +191,14 @@ class PageCalls:
     def close(self, timeout: float) -> bool:
         """True when every thread has ended."""
         self.closed = True
-        return self._workers.close(timeout)
+        ended = self._workers.close(timeout)
+        if ended:
+            forget_storage(self)
+        return ended
+
+    def storage_threads(self) -> Sequence[tuple[str, int, int]]:
+        """For metrics."""
+        return [("page", self._threads, self._workers.hung_threads)]
 
     def _result(self, unfinished: Unfinished) -> PageResult:
         if unfinished.error is not None:
@@ -258,21 +274,42 @@ _FIELDS = {
 }
 
 
+@contextlib.contextmanager
+def asking() -> Iterator[None]:
+    """A call of a store that moves no pages, for metrics."""
+    try:
+        yield
+    except StorageDown:
+        metrics.STORAGE_CALLS.labels("ask", "down").inc()
+        raise
+    metrics.STORAGE_CALLS.labels("ask", "ok").inc()
+
+
+def _end_of(results: Sequence[PageResult]) -> str:
+    """By its worst page."""
+    found = {result.status for result in results}
+    if PageStatus.FAILED in found:
+        return "failed"
+    return "timeout" if PageStatus.TIMEOUT in found else "ok"
+
+
 class Tally:
     """Thread-safe. ``written`` is counted by ``add``: a page that was there already is OK, but not written."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_a_store: bool = True) -> None:
+        """``of_a_store``: metrics count its calls."""
+        self._of_a_store = of_a_store
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._left: list[Released] = []
 
     def read(self, results: Sequence[PageResult]) -> list[PageResult]:
         """Counts the results of a read and returns them."""
-        return self._count(results, PageStatus.OK)
+        return self._count("read", results, PageStatus.OK)
 
     def write(self, results: Sequence[PageResult]) -> list[PageResult]:
         """Counts the results of a write and returns them."""
-        return self._count(results, None)
+        return self._count("write", results, None)
 
     def add(self, name: str, number: int = 1) -> None:
         with self._lock:
@@ -288,7 +325,9 @@ class Tally:
         with self._lock:
             return dataclasses.replace(StorageStats(in_use=in_use, **self._counts), **present)  # type: ignore[arg-type]
 
-    def _count(self, results: Sequence[PageResult], ok: PageStatus | None) -> list[PageResult]:
+    def _count(self, call: str, results: Sequence[PageResult], ok: PageStatus | None) -> list[PageResult]:
+        if self._of_a_store:
+            metrics.STORAGE_CALLS.labels(call, _end_of(results)).inc()
         with self._lock:
             for result in results:
                 if result.status is not PageStatus.OK or ok is not None:

@@ -53,6 +53,10 @@ class Worker(Generic[T]):
         return self._stopped or all(thread.is_alive() for thread in self._threads)
 
     @property
+    def threads(self) -> int:
+        return len(self._threads)
+
+    @property
     def waiting(self) -> int:
         return len(self._queue)
 

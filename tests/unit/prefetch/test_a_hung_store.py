@@ -78,6 +78,24 @@ def test_a_terminate_ends_it_although_every_thread_of_storage_hangs(hung: Hung) 
     assert hung.rig.take() == hung.names
 
 
+def test_threads_that_stand_in_calls_past_their_time_out_are_counted() -> None:
+    over, rig = threading.Event(), Rig(replace(LIMITS, storage_timeout=0.05))
+    names = rig.stored(hashes(8))
+    rig.storage.fault = lambda call, key: Fault() if call == "count" and not over.wait(HANG_SECONDS) else None
+    assert rig.controller._threads is not None
+    asking = rig.controller._threads.storage_threads
+    assert asking() == [("look_up", LIMITS.readers, 0), ("read", LIMITS.readers, 0), ("write", LIMITS.writers, 0)]
+    rig.controller.prefetch(names)
+    wait_until(lambda: asking()[0] == ("look_up", LIMITS.readers, 1))
+    assert rig.controller.healthy, "the other one looks up"
+    rig.controller.prefetch(names)
+    wait_until(lambda: asking()[0] == ("look_up", LIMITS.readers, 2))
+    assert not rig.controller.healthy
+    over.set()
+    wait_until(lambda: asking()[0] == ("look_up", LIMITS.readers, 0))
+    rig.close()
+
+
 def test_a_prefetch_that_has_read_hands_over_although_every_look_up_hangs(hung: Hung) -> None:
     rig, reads = hung.rig, threading.Event()
     hung.rig.storage.fault = lambda call, key: Fault() if call == "read" and not reads.wait(HANG_SECONDS) else None

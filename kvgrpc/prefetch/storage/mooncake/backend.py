@@ -37,7 +37,7 @@ from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.mooncake.link import Link, NotShared, Pending
 from kvgrpc.prefetch.storage.mooncake.messages import EXISTS, EXPIRED, MASTER_DOWN, Reply, Start, is_lost, result_of
 from kvgrpc.prefetch.storage.mooncake.windows import StoreLane, StoreStaging, Windows
-from kvgrpc.prefetch.storage.paged import Tally
+from kvgrpc.prefetch.storage.paged import Tally, asking
 from kvgrpc.settings import read
 
 _MOST = 100_000
@@ -218,6 +218,10 @@ class MooncakeBackend:
 
     def _ask(self, what: str, keys: list[str], deadline: float) -> Reply:
         """The reply to a call that moves no pages. Raises StorageDown, also when it comes too late."""
+        with asking():
+            return self._reply(what, keys, deadline)
+
+    def _reply(self, what: str, keys: list[str], deadline: float) -> Reply:
         pending = self._link.call(what, keys, deadline)
         reply = pending.wait()
         if reply is None and pending.ended.is_set():
