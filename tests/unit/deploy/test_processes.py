@@ -154,6 +154,12 @@ def test_what_selects_pods_finds_some() -> None:
         assert selected(policy["spec"]["podSelector"]["matchLabels"]), policy["metadata"]
 
 
+def test_no_policy_lets_everybody_to_a_port() -> None:
+    for policy in of_kind("NetworkPolicy"):
+        for rule in policy["spec"]["ingress"]:
+            assert rule["from"] and all(each.get("podSelector") for each in rule["from"]), policy["metadata"]
+
+
 def test_services_and_monitors_name_ports_that_are_there() -> None:
     reached = [service for service in of_kind("Service") if service["spec"].get("clusterIP") != "None"]
     (scraped,) = (endpoint["port"] for each in of_kind("ServiceMonitor") for endpoint in each["spec"]["endpoints"])
