@@ -167,6 +167,8 @@ async def test_it_is_ready_once_it_knows_most_of_what_it_follows(engine: Publish
         "kvgrpc_index_lag_batches 0",
         "kvgrpc_index_prompts_total 2",
         "kvgrpc_index_prompt_misses_total 1",
+        'kvgrpc_rpc_seconds_count{method="/kvgrpc.v1.IndexService/Score"} 2',
+        'kvgrpc_rpc_seconds_bucket{method="/kvgrpc.v1.IndexService/Plan",le="+Inf"} 0',
     ):
         assert line in lines, lines
     await asyncio.to_thread(index.close)

@@ -1,6 +1,7 @@
 //! `kvgrpc-index`: who holds the beginning of a request, for routers. The contract of `kvgrpc serve index`, served natively.
 
 mod admission;
+mod latency;
 mod proof;
 mod refusals;
 mod service;

@@ -50,6 +50,7 @@ impl Index {
 #[tonic::async_trait]
 impl IndexService for Index {
     async fn score(&self, request: Request<pb::ScoreRequest>) -> Result<Response<pb::ScoreResponse>, Status> {
+        let _running = self.counts.score.begin();
         self.check_open()?;
         let request = request.into_inner();
         let wanted = wanted(&request)?;
@@ -71,6 +72,7 @@ impl IndexService for Index {
     }
 
     async fn plan(&self, request: Request<pb::PlanRequest>) -> Result<Response<pb::PlanResponse>, Status> {
+        let _running = self.counts.plan.begin();
         self.check_open()?;
         let request = request.into_inner();
         check_plan(&request)?;

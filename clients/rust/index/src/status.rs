@@ -13,16 +13,20 @@ use kvgrpc::pb::IndexSourceState;
 use kvgrpc::PrefixIndex;
 use tokio::net::TcpListener;
 
+use crate::latency::Latency;
+
 /// Routers are sent to an index that knows so much of what it follows (in tenths), or began so long ago.
 const KNOWN_TENTHS: usize = 9;
 const KNOWN_WITHIN: Duration = Duration::from_secs(60);
 pub const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Prompts that were scored, and those of which no cache held the first block.
+/// Prompts that were scored, those of which no cache held the first block, and how long calls took.
 #[derive(Default)]
 pub struct Counts {
     pub prompts: AtomicU64,
     pub misses: AtomicU64,
+    pub score: Latency,
+    pub plan: Latency,
 }
 
 /// What the pages tell.
@@ -112,6 +116,10 @@ async fn metrics(State(status): State<Status>) -> String {
     say("kvgrpc_index_prompt_misses_total", "counter", help, &count(&status.counts.misses));
     if let Some(resident) = resident_bytes() {
         say("process_resident_memory_bytes", "gauge", "Resident memory size in bytes.", &one(resident));
+    }
+    let _ = writeln!(text, "# HELP kvgrpc_rpc_seconds How long unary calls took.\n# TYPE kvgrpc_rpc_seconds histogram");
+    for (call, latency) in [("Score", &status.counts.score), ("Plan", &status.counts.plan)] {
+        latency.write(&mut text, "kvgrpc_rpc_seconds", &format!("method=\"/kvgrpc.v1.IndexService/{call}\""));
     }
     text
 }
