@@ -48,7 +48,8 @@ class EventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     topic: str = ""
     """First frame of PUB."""
     bind: bool | None = None
-    """Whether PUB binds; None: wildcard addresses, port 0, ipc and inproc do, other addresses connect to a proxy."""
+    """Whether PUB binds; None: wildcard addresses, port 0, ipc and inproc do, other addresses connect to a proxy; while
+    nobody listens there, the log says so once."""
     dialect: Dialect = Dialect.VLLM
     """Whose events our own batches look like; an engine's batches go as they are."""
     encoding: Encoding = Encoding.MAP

@@ -181,6 +181,7 @@ class JournalingPublisher(EventPublisher):
             self._publish_group(taken.items)
         self._journal.evict_old()
         self._measure()
+        self._look()
         if self._recorder is not None:
             while self._queue.idle and self._recorder.fold():
                 pass
@@ -250,6 +251,9 @@ class JournalingPublisher(EventPublisher):
         except Exception as error:
             self._failed_sends += 1
             self._lines.warning("live sends", f"events: a live send failed; replay has it: {error}")
+
+    def _look(self) -> None:
+        """For a live transport that has something to look at between batches; on the publisher's thread."""
 
     def _measure(self) -> None:
         kept = self._journal.kept_bytes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -16,7 +18,9 @@ import pytest
 import zmq
 
 from kvgrpc.events import BlockRemoved, BlockStored, EventServicer, KVEventBatch, ZmqEventPublisher, decode_batch
+from kvgrpc.events.live import listening
 from kvgrpc.model import RankId, RankRef
+from kvgrpc.observability.metrics import REGISTRY
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub, add_EventServiceServicer_to_server
 from tests.support.waiting import wait_until
@@ -184,6 +188,31 @@ def test_a_concrete_address_is_a_proxy_that_is_connected_to() -> None:
         with publisher(f"tcp://127.0.0.1:{port}") as opened:
             assert opened.stream.pub_endpoint == ""
             publish_until_heard(opened, proxy)
+
+
+def test_a_concrete_address_at_which_nobody_listens_is_said_once_and_so_is_who_comes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(listening, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("kvgrpc.events.publisher.IDLE_SECONDS", 0.05)  # it looks between its turns
+    caplog.set_level(logging.INFO, "kvgrpc.events.live.listening")
+    unheard = functools.partial(REGISTRY.get_sample_value, "kvgrpc_events_unheard")
+    before = unheard() or 0.0
+    address = f"ipc://{tmp_path}/proxy"  # a port might be another's meanwhile
+    with publisher(address, bind=False) as opened:
+        wait_until(lambda: said(caplog) == ["nobody listens"])
+        assert unheard() == before + 1
+        for _ in range(2):
+            with subscriber(address, bind=True) as proxy:
+                publish_until_heard(opened, proxy)
+                wait_until(lambda: unheard() == before)
+            wait_until(lambda: unheard() == before + 1)
+        assert said(caplog) == ["nobody listens", "is listened at"] * 2 + ["nobody listens"]
+    assert unheard() == before
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [words for line in caplog.messages for words in ("nobody listens", "is listened at") if words in line]
 
 
 def test_a_subscriber_that_does_not_read_holds_up_nobody() -> None:

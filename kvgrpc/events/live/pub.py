@@ -6,6 +6,7 @@ import zmq
 
 from kvgrpc.events.config import EventsConfig
 from kvgrpc.events.endpoints import Endpoint, check_apart, endpoint_of, on_this_host
+from kvgrpc.events.live.listening import WATCHED, Listening
 from kvgrpc.events.live.router import ReplayRouter
 from kvgrpc.events.live.sockets import bound_address, close_delivered, open_socket
 from kvgrpc.events.publisher import JournalingPublisher
@@ -31,7 +32,8 @@ class ZmqEventPublisher(JournalingPublisher):
         dp = data_parallel_rank if attn_dp_rank is None else attn_dp_rank
         rank = rank or RankRef(RankId("engine", dp=dp), new_epoch())
         check_apart(config.endpoint, config.replay_endpoint)
-        live = router = None
+        live: PubSocket | None = None
+        router: ReplayRouter | None = None
         if config.endpoint is not None:
             endpoint = endpoint_of(config.endpoint, rank.rank.dp, config.bind)
             live = PubSocket(endpoint, config.topic.encode(), config.hwm)
@@ -45,6 +47,7 @@ class ZmqEventPublisher(JournalingPublisher):
                     live.close(0.0)
                 raise
         self._router = router
+        self._pub = live
         super().__init__(rank, config, live, replay_endpoint=router.endpoint if router else "")
         if router is not None:
             router.serve(self.stream)
@@ -62,6 +65,10 @@ class ZmqEventPublisher(JournalingPublisher):
         super().shutdown(deadline)
         if self._router is not None:
             self._router.close(deadline)
+
+    def _look(self) -> None:
+        if self._pub is not None:
+            self._pub.look()
 
     def describe_local_source(self, block_size: int) -> dict[str, object] | None:
         state = self.stream.state()
@@ -81,12 +88,22 @@ class PubSocket:
 
     def __init__(self, endpoint: Endpoint, topic: bytes, hwm: int) -> None:
         self._topic = topic
-        self._socket = open_socket(zmq.PUB, endpoint, hwm)
+        # libzmq reports nothing of inproc.
+        monitored = 0 if endpoint.bind or endpoint.address.startswith("inproc:") else WATCHED
+        self._socket = open_socket(zmq.PUB, endpoint, hwm, monitored)
+        self._listening = Listening(self._socket, endpoint.address) if monitored else None
         self.endpoint = bound_address(self._socket) if endpoint.bind else ""
 
     def send(self, sequence: int, payload: bytes, batch: object) -> None:
         self._socket.send_multipart((self._topic, sequence.to_bytes(8, "big"), payload), zmq.NOBLOCK)
 
+    def look(self) -> None:
+        """Now and then: whether anybody listens where it connects to."""
+        if self._listening is not None:
+            self._listening.look()
+
     def close(self, deadline: float) -> None:
         """Returns when all subscribers have what was sent, or after ``deadline`` seconds; what is left is dropped."""
+        if self._listening is not None:
+            self._listening.close()
         close_delivered(self._socket, deadline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 
 import zmq
@@ -13,12 +14,14 @@ from kvgrpc.events.endpoints import LARGEST_QUESTION, Endpoint, is_open_to_other
 LINGER_SHARE = 0.9
 GRACE_SECONDS = 0.5
 
+_monitors = itertools.count()
 _unstopped: list[zmq.Socket[bytes]] = []
 _log = logging.getLogger(__name__)
 
 
-def open_socket(kind: int, endpoint: Endpoint, hwm: int) -> zmq.Socket[bytes]:
+def open_socket(kind: int, endpoint: Endpoint, hwm: int, monitored: int = 0) -> zmq.Socket[bytes]:
     """A socket of the shared context that sends at most ``hwm`` messages ahead (0: any number), bound or connected.
+    Its monitor hears of the events ``monitored`` from the beginning on.
 
     Raises OSError when that is not possible. Warns of an endpoint that others than this host reach: ZMQ asks nobody who
     they are.
@@ -28,12 +31,17 @@ def open_socket(kind: int, endpoint: Endpoint, hwm: int) -> zmq.Socket[bytes]:
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.MAXMSGSIZE, LARGEST_QUESTION)
     socket.set(zmq.IPV6, int(endpoint.ipv6))
+    if monitored:
+        # Not pyzmq's name for it, which close_delivered takes, and which is free again only some time after.
+        socket.get_monitor_socket(monitored, f"inproc://kvgrpc-monitor-{next(_monitors)}")
     try:
         if endpoint.bind:
             socket.bind(endpoint.address)
         else:
             socket.connect(endpoint.address)
     except zmq.ZMQError as error:
+        if monitored:
+            end_monitor(socket)
         socket.close()
         raise OSError(error.errno or errno.EINVAL, error.strerror, endpoint.address) from None
     if endpoint.bind and is_open_to_others(endpoint.address):
@@ -43,6 +51,13 @@ def open_socket(kind: int, endpoint: Endpoint, hwm: int) -> zmq.Socket[bytes]:
             bound_address(socket),
         )
     return socket
+
+
+def end_monitor(socket: zmq.Socket[bytes]) -> None:
+    """In the order that holds up no other socket of the process."""
+    monitor = socket.get_monitor_socket()
+    socket.disable_monitor()
+    monitor.close(linger=0)
 
 
 def bound_address(socket: zmq.Socket[bytes]) -> str:
