@@ -1,6 +1,6 @@
 """A prefetch as a state machine: look up, agree, reserve, agree, read in batches, agree, hand over. Pure.
 
-QUEUED -> QUERYING -> AGREEING -> TRANSFERRING -> ENDING -> its last state; docs/prefetch.md has the table of cases.
+QUEUED -> QUERYING -> AGREEING -> TRANSFERRING -> ENDING -> its last state; docs/prefetch/cases.md has the cases.
 Host pages are reserved once it is known what comes, and belong to the operation until nothing writes them any more.
 """
 

@@ -1,6 +1,6 @@
 """The real state machines with one rule switched off: the simulation must notice.
 
-The rules, as the table of cases of docs/prefetch.md names them.
+The rules, as the table of cases of docs/prefetch/cases.md names them.
 """
 
 from __future__ import annotations

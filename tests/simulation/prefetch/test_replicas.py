@@ -17,7 +17,7 @@ from tests.simulation.prefetch.switches import RULES
 from tests.simulation.prefetch.world import World, run_seed
 
 SEEDS = 150
-DOCS = Path(__file__).parents[3] / "docs" / "prefetch.md"
+DOCS = Path(__file__).parents[3] / "docs" / "prefetch" / "cases.md"
 
 
 def broken(seed: int) -> list[str]:

@@ -2,8 +2,8 @@
 everything around them that fails. ``run_seed(seed).violations`` says what was done that must never be.
 
 Ranks sleep, die and join late; streams break; storage is short, slow, wrong or hangs; operations are terminated, pages
-evicted and ranks reset at any moment. The leader is not killed, and sleeps no longer than docs/prefetch.md ("Several
-ranks") allows.
+evicted and ranks reset at any moment. The leader is not killed, and sleeps no longer than
+docs/prefetch/ranks.md allows.
 """
 
 from __future__ import annotations
