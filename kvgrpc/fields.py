@@ -66,7 +66,7 @@ def required_of(kind: type) -> tuple[str, ...]:
 
 
 def has_fields(kind: Any) -> bool:
-    """Whether this is a class whose fields can be looked at."""
+    """True if this is a class whose fields can be looked at."""
     return isinstance(kind, type) and (
         dataclasses.is_dataclass(kind) or issubclass(kind, msgspec.Struct) or hasattr(kind, "_fields")
     )
@@ -81,7 +81,7 @@ def bare(kind: Any) -> tuple[Any, Meta | None]:
 
 
 def is_right(value: object, kind: Any) -> bool:
-    """Whether ``value`` is a ``kind`` within its bounds; fields of fields are not looked at."""
+    """True if ``value`` is a ``kind`` within its bounds; fields of fields are not looked at."""
     base, meta = bare(kind)
     return _fits(value, base) and (meta is None or _within(value, meta))
 

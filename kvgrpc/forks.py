@@ -1,4 +1,4 @@
-"""What a forked child must not keep: the sockets of its parent's ranks.
+"""Things that a forked child must not keep: the sockets of its parent's ranks.
 
 A death is proven by a refused dial and by connections that ended (session.md rule 4, proof of death; rule 8, pages by
 evidence). A child that has copies of the sockets keeps the port listening and the connections open after its parent

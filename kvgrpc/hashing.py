@@ -1,4 +1,4 @@
-"""How engines name cached pages: SGLang's chain of page hashes, vLLM's block hashes, and the numbers events carry.
+"""Names of cached pages in engines: SGLang's chain of page hashes, vLLM's block hashes, and the numbers events carry.
 
 Whoever has a request's tokens and knows an engine's settings can compute these names and ask who holds the pages.
 Stdlib only. SGLang's chain is that of its ``hash_binding.cpp`` (0.5.23), vLLM's that of its ``kv_cache_utils.py``

@@ -46,7 +46,7 @@ _SHOWN_CHARS = 200
 
 
 class Role(enum.IntEnum):
-    """What a rank does."""
+    """The work of a rank."""
 
     PREFILL = 1
     DECODE = 2
@@ -54,7 +54,7 @@ class Role(enum.IntEnum):
 
 
 class Tier(enum.IntEnum):
-    """Where a page, or block, is, the fastest first."""
+    """The place of a page, or block, the fastest first."""
 
     DEVICE = 1
     HOST = 2
@@ -62,14 +62,14 @@ class Tier(enum.IntEnum):
 
 
 class PoolKind(enum.IntEnum):
-    """What the pages of a pool hold."""
+    """The contents of a pool's pages."""
 
     KV = 1
     STATE = 2
 
 
 class Attention(enum.IntEnum):
-    """How the attention of a model keeps its KV cache: heads over the tensor-parallel ranks, or one latent in each."""
+    """A model's attention, by what its KV cache holds: heads over the tensor-parallel ranks, or one latent in each."""
 
     UNKNOWN = 0
     MHA = 1
@@ -133,7 +133,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """What the bytes of a KV cache mean. What is left empty is not said, and fits everything."""
+    """The meaning of the bytes of a KV cache. What is left empty is not said, and fits everything."""
 
     name: str = ""
     revision: str = ""
@@ -361,7 +361,7 @@ def _overlaps_of(cluster: Sequence[tuple[int, Region]], path: str) -> Iterator[V
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """What an engine has to do, and how quickly it does it; 0 where nobody told it.
+    """The work that an engine has to do, and its speed; 0 where nobody told it.
 
     ``page_tokens`` and ``page_bytes``: of its host cache, where it lends and takes pages. ``lent_pulls`` and
     ``taken_pulls`` are in flight. ``pull_rates``: engines that lend, and bytes in a second, the newest first.

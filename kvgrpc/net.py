@@ -157,7 +157,7 @@ class BootstrapAddress:
 
     @property
     def target(self) -> str:
-        """What a channel dials: "host:port", IPv6 in brackets."""
+        """The address that a channel dials: "host:port", IPv6 in brackets."""
         return joined(self.host, self.port)
 
 
@@ -181,7 +181,7 @@ def replicas(text: str) -> list[str]:
 
 
 class AddressPolicy:
-    """What a request may make this process dial: loopback, the configured registries, and what ``allow`` lists.
+    """Addresses that a request may have dialled: loopback, the configured registries, and what ``allow`` lists.
 
     ``allow`` holds host names, IP addresses and CIDR networks; ``configured`` registries as "host[:port]", each allowed
     with its port only. Names are compared as names. Immutable; raises InvalidRequest for an entry that is neither.

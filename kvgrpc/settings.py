@@ -150,7 +150,7 @@ def read(kind: type[T], given: Mapping[str, Any], path: str = "", *, lenient: bo
 
 
 def is_near(name: str, kinds: Iterable[str]) -> bool:
-    """Whether ``name`` is like one of ``kinds``, or of what is read elsewhere, but for a letter or a short word.
+    """True if ``name`` is like one of ``kinds``, or of what is read elsewhere, but for a letter or a short word.
 
     One that ends in another, as ``room_token_file``, is somebody else's option and no misspelt one.
     """

@@ -1,4 +1,4 @@
-"""How a client without an event loop runs: each call on the process's loop thread, for which it blocks."""
+"""A client without an event loop: each call on the process's loop thread, for which it blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLEET_SECONDS = 600.0
 
 
 class BlockingClient:
-    """What ``SyncClient`` stands on; its methods are generated from those of ``Client``."""
+    """The base of ``SyncClient``, whose methods are generated from those of ``Client``."""
 
     def __init__(self, address: str, security: ClientSecurity | None = None, timeout: float = 10.0) -> None:
         self._client = Client(address, security, timeout)

@@ -1,4 +1,4 @@
-"""Where a Watch stands, so that another call can go on with it."""
+"""The position of a Watch, so that another call can go on with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvgrpc.v1 import event_service_pb2 as pb
 
 
 class Cursor:
-    """What was asked first, and what remains of it after the messages that were heard."""
+    """The first request, and what remains of it after the messages that were heard."""
 
     def __init__(self, request: pb.WatchRequest) -> None:
         self._request = request

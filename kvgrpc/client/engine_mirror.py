@@ -1,4 +1,4 @@
-"""What a reader of WatchEngines knows: the engines of a registry, as its messages say."""
+"""The engines of a registry, as a reader of WatchEngines knows them from its messages."""
 
 from __future__ import annotations
 

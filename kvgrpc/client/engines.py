@@ -1,4 +1,4 @@
-"""What a registry answers that is asked for its engines."""
+"""The answers of a registry that is asked for its engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Engines(list[registry_service_pb2.Engine]):
 
 
 def cache_address(engine: registry_service_pb2.Engine, dp: int = 0) -> str:
-    """Where orders for the cache of an engine go: to pp0/cp0/tp0 of that dp rank. Raises EngineNotFound."""
+    """The address that takes orders for the cache of an engine: pp0/cp0/tp0 of that dp rank. Raises EngineNotFound."""
     for row in engine.rows:
         rank = row.rank.rank
         if rank.dp == dp and rank.pp == rank.cp == rank.tp == 0 and row.endpoints.grpc:

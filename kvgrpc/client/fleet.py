@@ -19,7 +19,7 @@ ASKED_AT_ONCE = 128
 
 @dataclass(frozen=True, slots=True)
 class RankAnswer(Generic[T]):
-    """What one rank answered: ``value``, or the ``error`` that came in its place."""
+    """The answer of one rank: ``value``, or the ``error`` that came in its place."""
 
     row: registry_service_pb2.RankRow
     value: T | None = None

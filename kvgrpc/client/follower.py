@@ -111,7 +111,7 @@ class EventFollower:
 
     @property
     def state(self) -> FollowerState:
-        """How what is known relates to the cache."""
+        """The relation of what is known to the cache."""
         return self.core.state
 
     @property
@@ -121,7 +121,7 @@ class EventFollower:
 
     @property
     def counts(self) -> FollowerCounts:
-        """What happened since the start."""
+        """Counts of what happened since the start."""
         return self.core.counts
 
     @property
@@ -136,7 +136,7 @@ class EventFollower:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """How many different blocks the cache holds in each medium."""
+        """The number of different blocks that the cache holds in each medium."""
         contents = self.core.contents
         return {} if contents is None else contents.blocks.counts()
 
@@ -149,7 +149,7 @@ class EventFollower:
         return contents.blocks.match([hash_key(block) for block in hashes])
 
     def media_of(self, block: int | bytes) -> frozenset[str]:
-        """Where the cache holds a block, by the engine's names in capitals ("GPU", "CPU_PINNED"); empty: nowhere."""
+        """The media that hold a block, by the engine's names in capitals ("GPU", "CPU_PINNED"); empty: nowhere."""
         contents = self.core.contents
         return frozenset() if contents is None else contents.blocks.media_of(hash_key(block))
 

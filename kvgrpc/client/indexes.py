@@ -104,13 +104,13 @@ class SyncIndexes:
         return self._indexes.unanswered
 
     def score(self, request: pb.ScoreRequest, wait_seconds: float | None = None) -> pb.ScoreResponse | None:
-        """As ``Indexes.score``."""
+        """See ``Indexes.score``."""
         return self._loop.run(self._indexes.score(request, wait_seconds), self._seconds + (wait_seconds or 0.0))
 
     def plan(self, request: pb.PlanRequest, wait_seconds: float | None = None) -> pb.PlanResponse | None:
-        """As ``Indexes.plan``."""
+        """See ``Indexes.plan``."""
         return self._loop.run(self._indexes.plan(request, wait_seconds), self._seconds + (wait_seconds or 0.0))
 
     def close(self) -> None:
-        """As ``Indexes.close``."""
+        """See ``Indexes.close``."""
         self._loop.run(self._indexes.close(), self._seconds)

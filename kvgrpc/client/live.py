@@ -87,7 +87,7 @@ class LiveFrames:
             socket.close()
 
     def _take_some(self, socket: Any) -> None:
-        """As many as a turn of the loop has time for: a publisher that floods leaves turns to others."""
+        """Reads as many as a turn of the loop has time for: a publisher that floods leaves turns to others."""
         end = time.monotonic() + PIECE_SECONDS
         with contextlib.suppress(self._zmq.Again):
             while time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""Who holds the beginning of a request, over the caches of many engines: followers for each, and one index."""
+"""An index of who holds a request's beginning, over the caches of many engines: followers for each, and one index."""
 
 from __future__ import annotations
 
@@ -123,12 +123,12 @@ class PrefixIndex:
         return bool(self._tasks) and not any(task.done() for task in self._tasks)
 
     def standing(self) -> tuple[int, int]:
-        """How many caches are current, and how many are followed; on any thread."""
+        """The number of caches that are current, and of those that are followed; on any thread."""
         states = [follower.state for follower, _ in list(self._followers.values())]
         return states.count(FollowerState.CURRENT), len(states)
 
     def health(self) -> bool | str:
-        """Whether it looks for caches, and once knew nine of ten; else why not. After a minute it is well with less:
+        """True if it looks for caches, and once knew nine of ten; else why not. After a minute it is well with less:
         some engine of a large fleet is always away, and who knows a part is of more use than nobody."""
         if not self._ready and self._tasks:
             current, followed = self.standing()
@@ -203,7 +203,7 @@ class PrefixIndex:
     def plan(
         self, questions: Sequence[PlanQuestion], wanted: Wanted = EVERY_CACHE, *, reserve: bool = False
     ) -> list[list[Placement]]:
-        """Where to run each request, the best first, and from whom to pull which part of its prompt (docs/pull.md).
+        """Says where to run each request, best first, and from whom to pull which part of its prompt (docs/pull.md).
 
         ``reserve``: whoever asks does as the first placement says, and it counts for other plans until the engine has
         told what it has to do then. ``wanted``: the staleness of caches that plans may rest on. Raises InvalidRequest

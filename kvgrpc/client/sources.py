@@ -1,4 +1,4 @@
-"""What an index answers that is asked for its sources."""
+"""The answers of an index that is asked for its sources."""
 
 from __future__ import annotations
 

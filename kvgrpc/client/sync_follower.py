@@ -45,59 +45,59 @@ class SyncEventFollower:
         self.close()
 
     def start(self) -> None:
-        """As ``EventFollower.start``."""
+        """See ``EventFollower.start``."""
         self._loop.run(self._follower.start(), _ASK_SECONDS)
 
     def close(self) -> None:
-        """As ``EventFollower.close``."""
+        """See ``EventFollower.close``."""
         self._loop.run(self._follower.close(), _ASK_SECONDS)
 
     @property
     def cache(self) -> tuple[str, int]:
-        """As ``EventFollower.cache``."""
+        """See ``EventFollower.cache``."""
         return self._follower.cache
 
     @property
     def state(self) -> FollowerState:
-        """As ``EventFollower.state``."""
+        """See ``EventFollower.state``."""
         return self._follower.state
 
     @property
     def freshness(self) -> Freshness:
-        """As ``EventFollower.freshness``."""
+        """See ``EventFollower.freshness``."""
         return _on(self._loop, lambda: self._follower.freshness)
 
     @property
     def counts(self) -> FollowerCounts:
-        """As ``EventFollower.counts``."""
+        """See ``EventFollower.counts``."""
         return self._follower.counts
 
     @property
     def last_error(self) -> Exception | None:
-        """As ``EventFollower.last_error``."""
+        """See ``EventFollower.last_error``."""
         return self._follower.last_error
 
     @property
     def lasting(self) -> bool:
-        """As ``EventFollower.lasting``."""
+        """See ``EventFollower.lasting``."""
         return self._follower.lasting
 
     @property
     def blocks(self) -> dict[str, int]:
-        """As ``EventFollower.blocks``."""
+        """See ``EventFollower.blocks``."""
         return _on(self._loop, lambda: self._follower.blocks)
 
     def match(self, hashes: Iterable[int | bytes]) -> Match:
-        """As ``EventFollower.match``."""
+        """See ``EventFollower.match``."""
         asked = list(hashes)
         return _on(self._loop, lambda: self._follower.match(asked))
 
     def media_of(self, block: int | bytes) -> frozenset[str]:
-        """As ``EventFollower.media_of``."""
+        """See ``EventFollower.media_of``."""
         return _on(self._loop, lambda: self._follower.media_of(block))
 
     def until_current(self, timeout: float = 30.0) -> None:
-        """As ``EventFollower.until_current``."""
+        """See ``EventFollower.until_current``."""
         check_seconds("timeout", max(timeout, 0.0), math.inf)
         self._loop.run(self._follower.until_current(timeout), max(timeout, 0.0) + _ASK_SECONDS)
 
@@ -125,39 +125,39 @@ class SyncPrefixIndex:
         self.close()
 
     def start(self) -> None:
-        """As ``PrefixIndex.start``."""
+        """See ``PrefixIndex.start``."""
         self._loop.run(self._index.start(), _ASK_SECONDS)
 
     def close(self) -> None:
-        """As ``PrefixIndex.close``."""
+        """See ``PrefixIndex.close``."""
         self._loop.run(self._index.close(), _ASK_SECONDS)
 
     def score(
         self, hashes: Sequence[int], engines: Collection[str] = (), most: int = 0, *, model: str = ""
     ) -> list[CacheScore]:
-        """As ``PrefixIndex.score``."""
+        """See ``PrefixIndex.score``."""
         return _on(self._loop, lambda: self._index.score(hashes, engines, most, model=model))
 
     def ask(self, question: Question, wanted: Wanted) -> list[CacheScore]:
-        """As ``PrefixIndex.ask``."""
+        """See ``PrefixIndex.ask``."""
         return _on(self._loop, lambda: self._index.ask(question, wanted))
 
     def plan(
         self, questions: Sequence[PlanQuestion], wanted: Wanted = EVERY_CACHE, *, reserve: bool = False
     ) -> list[list[Placement]]:
-        """As ``PrefixIndex.plan``."""
+        """See ``PrefixIndex.plan``."""
         return _on(self._loop, lambda: self._index.plan(questions, wanted, reserve=reserve))
 
     def not_followed(self) -> list[str]:
-        """As ``PrefixIndex.not_followed``."""
+        """See ``PrefixIndex.not_followed``."""
         return _on(self._loop, self._index.not_followed)
 
     def sources(self) -> list[Source]:
-        """As ``PrefixIndex.sources``."""
+        """See ``PrefixIndex.sources``."""
         return _on(self._loop, self._index.sources)
 
     def until_current(self, caches: int = 1, timeout: float = 30.0) -> None:
-        """As ``PrefixIndex.until_current``."""
+        """See ``PrefixIndex.until_current``."""
         check_seconds("timeout", max(timeout, 0.0), math.inf)
         self._loop.run(self._index.until_current(caches, timeout), max(timeout, 0.0) + _ASK_SECONDS)
 

@@ -1,4 +1,4 @@
-"""What a Watch says, as plain values."""
+"""The messages of a Watch as plain values."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class StorageUser(Protocol):
     """Has threads that call a store."""
 
     def storage_threads(self) -> Sequence[tuple[str, int, int]]:
-        """What they do, how many there are, and how many stand in a call that outlived its time. Never blocks."""
+        """Their work, their number, and how many of them stand in a call that outlived its time. Never blocks."""
 
 
 def watch_storage(user: StorageUser) -> None:

@@ -115,7 +115,7 @@ class PrefetchManager:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that takes starts for its replica."""
+        """True if this is the rank that takes starts for its replica."""
         rank = self.rank.rank
         return rank.pp == rank.cp == rank.tp == 0
 

@@ -121,7 +121,7 @@ class PageResult:
 
     @property
     def quiescent(self) -> bool:
-        """Whether the page's buffers may be used again now."""
+        """True if the page's buffers may be used again now."""
         return self.released is None or self.released.is_set()
 
 

@@ -1,4 +1,4 @@
-"""What a server is called: the targets of the tokens that it takes."""
+"""The names of a server: the targets of the tokens that it takes."""
 
 from __future__ import annotations
 

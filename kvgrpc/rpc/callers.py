@@ -1,4 +1,4 @@
-"""Who makes the call that runs now, and for which ranks it may speak."""
+"""The caller of the call that runs now, and the ranks for which it may speak."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ REFLECTION = "/grpc.reflection."
 
 @dataclass(frozen=True, slots=True)
 class Rpc:
-    """What the server asks of one RPC."""
+    """The demands of the server on one RPC."""
 
     roles: frozenset[CallerRole]
-    """Who may call it."""
+    """The roles that may call it."""
     largest: int = SMALL_BYTES
     """Bytes of one request: parsing it holds the event loop."""
     of_one: str = ""

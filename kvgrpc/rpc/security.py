@@ -33,7 +33,7 @@ AUTHORIZATION = "authorization"
 
 
 class CallerRole(enum.Enum):
-    """What a caller is: a rank of an engine, a consumer of events, or an operator."""
+    """The role of a caller: a rank of an engine, a consumer of events, or an operator."""
 
     RANK = "rank"
     CONSUMER = "consumer"
@@ -56,7 +56,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class ServerSecurity:
-    """How a server protects itself."""
+    """The protection of a server."""
 
     cert_file: str = ""
     """The server's TLS certificate (PEM); empty: plaintext."""
@@ -114,7 +114,7 @@ class ServerSecurity:
 
 @dataclass(frozen=True, slots=True)
 class ClientSecurity:
-    """How a client proves itself and whom it trusts."""
+    """The proof of a client, and the servers that it trusts."""
 
     ca_file: str = ""
     """Who signs the server's certificate (PEM); set: TLS."""

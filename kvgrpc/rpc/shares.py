@@ -27,7 +27,7 @@ class TakenShare:
 
 
 class Shares:
-    """Who has how many places. Lives on one event loop.
+    """The places that each caller has. Lives on one event loop.
 
     ``limit``: places there are; ``scope`` says of what, in a refusal, and ``setting`` which setting is the limit, where
     one is. ``connections``: whether connections have accounts too; not for what outlives them. ``of_one``: the caller

@@ -1,4 +1,4 @@
-"""How long a call may wait for news before it answers without any."""
+"""The time that a call may wait for news before it answers without any."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Listener:
         return self._draining
 
     def serving(self) -> dict[str, bool]:
-        """Whether each service is SERVING, by its full name; on any thread."""
+        """Returns for each service, by its full name, if it is SERVING; on any thread."""
         return {name: self._health.serving(name) for name in self._services}
 
     async def start(

@@ -246,7 +246,7 @@ class KvGrpcStorage(HiCacheStorage):
         return self._run(what, self._names(hashes, pool_name), pages)
 
     def _run(self, what: str, names: list[str], pages: list[PageBuffers]) -> list[bool]:
-        """Whether each page was moved. Returns only when nothing touches the pages any more: SGLang uses them again."""
+        """Returns for each page if it was moved, once nothing touches the pages any more: SGLang uses them again."""
         if self._clearing.under_way:
             return [False] * len(names)
         call = self._backend.read if what == "read" else self._backend.write

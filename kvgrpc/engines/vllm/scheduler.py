@@ -107,7 +107,7 @@ class Scheduler:
             self._awaited.pop(number, None)
 
     def on_finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether vLLM must keep the request's blocks, of each group, until its workers say that they were sent; and
+        """True if vLLM must keep the request's blocks, of each group, until its workers say that they were sent; and
         what the answer says of the hand-off.
         """
         number, params = request.request_id, request.kv_transfer_params

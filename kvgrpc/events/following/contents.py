@@ -1,4 +1,4 @@
-"""What one cache holds by what its events said: where a snapshot, or a log from its beginning, leads to. Pure."""
+"""The contents of one cache, as its events said: where a snapshot, or a log from its beginning, leads to. Pure."""
 
 from __future__ import annotations
 

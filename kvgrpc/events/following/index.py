@@ -1,4 +1,4 @@
-"""Who holds the beginning of a request: the contents of many caches in one table that answers all of them at once.
+"""An index of who holds a request's beginning: many caches in one table, which answers for all of them at once.
 
 Pure: no clock, thread or socket; belongs to one thread. A block that several caches hold is one entry, about 100 bytes
 (a dictionary slot and the hash), whoever holds it; the sets of holders are shared by all blocks that have the same.
@@ -39,7 +39,7 @@ def tier_of(medium: str) -> Tier:
 
 
 class Reached(enum.IntEnum):
-    """How far one has to reach for a block, the fastest first: of the proto's tiers the last is told in two."""
+    """The distance to a block, the fastest first: of the proto's tiers the last is told in two."""
 
     DEVICE = 0
     HOST = 1
@@ -57,7 +57,7 @@ def reach_of(medium: str) -> Reached:
 
 
 class Match(NamedTuple):
-    """How many leading blocks of a request one cache holds.
+    """The number of leading blocks of a request that one cache holds.
 
     ``device`` of them lie on the device without a gap, ``host`` on device or host, ``disk`` there or on a disk of its
     own, ``storage`` anywhere at all; each is at least the one before it.
@@ -280,7 +280,7 @@ class BlockIndex:
 
 
 class BlockSet:
-    """Which blocks one cache holds in which medium, as a part of an index.
+    """The blocks that one cache holds, by medium, as a part of an index.
 
     A block that is stored twice is there until it is removed twice (engines keep several copies); what is removed and
     was not there is left alone. Media are named in capitals (``digest.medium_key``).

@@ -18,7 +18,7 @@ BUFFERED_BYTES = 64 * 2**20
 
 
 class Mode(enum.IntEnum):
-    """How a Watch reads; the numbers of the proto."""
+    """The ways that a Watch reads; the numbers of the proto."""
 
     REPLAY = 1
     TAIL = 2
@@ -27,7 +27,7 @@ class Mode(enum.IntEnum):
 
 
 class FollowerState(enum.Enum):
-    """How what is shown relates to the cache."""
+    """The relation of what is shown to the cache."""
 
     CONNECTING = "connecting"
     """No Watch is open: nothing is shown yet, or what was exact when it broke."""
@@ -69,7 +69,7 @@ Command = OpenWatch | CloseWatch | ResetLive
 
 @dataclass(slots=True)
 class FollowerCounts:
-    """What happened since the start."""
+    """Counts of what happened since the start."""
 
     batches: int = 0
     gaps: int = 0

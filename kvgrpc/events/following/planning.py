@@ -1,4 +1,4 @@
-"""Where to run a request, and from whom to pull which part of its prompt: estimates out of what ranks say. Pure."""
+"""Plans where to run a request, and from whom to pull which part of its prompt, from what ranks say. Pure."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Placement(NamedTuple):
 
 
 class Holdings(Protocol):
-    """What knows the caches; ``SourceTable`` is one."""
+    """The knowledge of caches that a plan asks; ``SourceTable`` is one."""
 
     def holdings(self, question: Question, wanted: Wanted, now: float) -> Sequence[Holding]: ...
 

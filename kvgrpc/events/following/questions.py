@@ -1,4 +1,4 @@
-"""What Score asks, read from its messages: which hashes, of which caches."""
+"""The question of a Score, read from its messages: hashes, and the caches that are asked."""
 
 from __future__ import annotations
 

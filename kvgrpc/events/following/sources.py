@@ -16,7 +16,7 @@ from kvgrpc.model import EngineLoad
 
 
 class Freshness(NamedTuple):
-    """How fresh the contents of one cache are; ``idle_time`` is seconds since the publisher was heard, None: never."""
+    """The freshness of one cache's contents; ``idle_time`` is seconds since the publisher was heard, None: never."""
 
     state: FollowerState
     log_id: str
@@ -27,7 +27,7 @@ class Freshness(NamedTuple):
 
 
 class CacheScore(NamedTuple):
-    """How many leading blocks one cache holds: on the device, on device or host, there or on its disk, anywhere.
+    """Leading blocks that one cache holds: on the device, on device or host, there or on its disk, anywhere.
 
     ``page_tokens``: tokens of one of its blocks, 0: not told yet. ``freshness``: None where nobody asked.
     """

@@ -164,7 +164,7 @@ class CopyEngine:
         return signal
 
     def awaited(self, device_pages: Pages) -> bool:
-        """Whether a load of one of these pages is still to queue a layer of it."""
+        """True if a load of one of these pages is still to queue a layer of it."""
         with self._lock:
             coming = [each for each in self._loads if each.signal is None or each.signal.ready < each.signal.layers]
         return any(np.isin(device_pages, each.device_pages).any() for each in coming)
@@ -330,7 +330,7 @@ class CopyEngine:
                     self._acknowledge(operation, 0.0, failed, quiescent)
 
     def _quiescent(self, direction: Direction) -> bool:
-        """Whether nothing moves any more that was begun on a lane, after a copy failed half-way: layers before the one
+        """True if nothing moves any more that was begun on a lane, after a copy failed half-way: layers before the one
         that failed may still be on their way. False when the device itself does not answer."""
         try:
             self._lane[direction].mark().wait_here()

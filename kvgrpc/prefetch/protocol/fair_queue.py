@@ -1,4 +1,4 @@
-"""Who is served next: the most urgent first, and among equals one caller after the other. Pure; not thread-safe."""
+"""A queue of callers: the most urgent first, and among equals one caller after the other. Pure; not thread-safe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prefetch and a backup have in common: what is known of one, and the work that its steps ask for. Pure.
+"""The common part of a prefetch and a backup: its state, and the work that its steps ask for. Pure.
 
 An operation is a state machine. Whoever runs it (``runtime/controller.py``; a world in tests/simulation) tells it what
 happened (``begin``, ``terminate``, ``tick``, ``on_...``), takes the work that this made (``take_work``) and does it, in
@@ -134,7 +134,7 @@ class _Nobody:
 
 @dataclass(eq=False)
 class Operation:
-    """What is known of one operation; callers read ``row`` and ``wait``.
+    """The state of one operation; callers read ``row`` and ``wait``.
 
     The pages of the prompt from ``covered`` on are its own, and ``outcomes`` begins there. It has ``ended`` only once
     all reads and writes of its pages were over. ``cut``: nothing more is begun. ``finishing``: its part is done, the
@@ -198,12 +198,12 @@ class Operation:
 
     @property
     def ended(self) -> bool:
-        """Whether it is in its last state: its pages are quiescent then."""
+        """True if it is in its last state: its pages are quiescent then."""
         return self.state.ended
 
     @property
     def lingers(self) -> bool:
-        """Whether a backend may still read or write one of its pages."""
+        """True if a backend may still read or write one of its pages."""
         self.lingering = [each for each in self.lingering if not each.quiescent]
         return bool(self.lingering)
 

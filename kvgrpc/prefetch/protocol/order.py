@@ -47,6 +47,6 @@ class Order:
             raise InvalidRequest.of("timeout", self.timeout, f"above 0, at most {MAX_TIMEOUT:g} seconds")
 
     def asks_the_same(self, other: Order) -> bool:
-        """Whether a repeat under one request id may stand for the other."""
+        """True if a repeat under one request id may stand for the other."""
         mine = (self.hashes, self.priority, self.tenant, self.extra_key, self.timeout, self.engines)
         return mine == (other.hashes, other.priority, other.tenant, other.extra_key, other.timeout, other.engines)

@@ -1,4 +1,4 @@
-"""How ranks agree on one number for each step of an operation: the smallest that any of them said. Pure.
+"""Agreement of ranks on one number for each step of an operation: the smallest that any of them said. Pure.
 
 One rank of a replica leads; each rank says its own number under the operation's key, in whatever order its scheduler
 comes to it, and hears the minimum once all have spoken, or that somebody was absent once the time is over. Nothing here
@@ -59,7 +59,7 @@ Decided = Callable[[Decision], None]
 
 
 class Agreement(Protocol):
-    """How a controller reaches the other ranks. Thread-safe; nothing here waits."""
+    """The way of a controller to the other ranks. Thread-safe; nothing here waits."""
 
     @property
     def live(self) -> frozenset[RankId] | None:
@@ -192,7 +192,7 @@ class AgreementCore:
         return Decision(*key, lowest.pages, lowest.stop)
 
     def _in_time(self, vote: Vote, now: float) -> bool:
-        """Whether whoever said so surely waits for the answer yet."""
+        """True if whoever said so surely waits for the answer yet."""
         return vote.stage is not Stage.COMPLETED or max(self._born, now - self._doubt / 2) <= vote.beat <= now
 
     def _decide(self, key: tuple[str, Stage], decision: Decision) -> Decision:

@@ -34,7 +34,7 @@ class FlatStore(Protocol):
         """Afterwards a reader sees all of ``data``, or never sees the key."""
 
     def delete(self, key: str) -> bool:
-        """Whether it was there."""
+        """True if it was there."""
 
     def clear(self, prefix: str) -> Sequence[str]:
         """Drops the keys that begin with ``prefix``; which."""

@@ -113,7 +113,7 @@ class Keys:
         return [self._of(page_hash, pool, extra_key) for page_hash in page_hashes]
 
     def _shared(self, pool: str) -> bool:
-        """Whether the tp ranks share the page."""
+        """True if the tp ranks share the page."""
         return self.identity.replicated and pool not in _STATE_POOLS
 
     def _kvgrpc(self, page_hash: str, pool: str, extra_key: str) -> str:

@@ -102,7 +102,7 @@ class Workers:
 
     @property
     def hung(self) -> bool:
-        """Whether every thread is in such a call: nothing is begun until one ends."""
+        """True if every thread is in such a call: nothing is begun until one ends."""
         return self.hung_threads >= self._threads
 
     def close(self, timeout: float) -> bool:
@@ -400,4 +400,4 @@ class PageByPage(ABC):
 
     @abstractmethod
     def _drop(self, key: str) -> bool:
-        """Whether it was there."""
+        """True if it was there."""

@@ -49,7 +49,7 @@ class Worker(Generic[T]):
 
     @property
     def healthy(self) -> bool:
-        """Whether all threads live; True for one that was stopped in order."""
+        """True if all threads live; True for one that was stopped in order."""
         return self._stopped or all(thread.is_alive() for thread in self._threads)
 
     @property

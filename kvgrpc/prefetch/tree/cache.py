@@ -374,13 +374,13 @@ class TieredCache:
     # Under the lock.
 
     def _may_purge(self, node: Node, tier: Tier, extra_key: str | None, spared: Counter[Node], now: float) -> bool:
-        """Whether nothing keeps its pages in a tier; with an ``extra_key``, whether they are of that."""
+        """True if nothing keeps its pages in a tier; with an ``extra_key``, whether they are of that."""
         if extra_key is not None and node.extra_key != extra_key:
             return False
         return not (node.locks or node.writing or node.pinned_until > now) and self._is_end(node, tier, spared)
 
     def _is_end(self, node: Node, tier: Tier, spared: Counter[Node]) -> bool:
-        """Whether its pages may go from a tier: nothing there stands on them, and nothing reads them."""
+        """True if its pages may go from a tier: nothing there stands on them, and nothing reads them."""
         if tier is Tier.DEVICE:
             return node.device is not None and node.device_children == spared[node]
         return node.host is not None and node.host_children == spared[node] and self._unread(node)

@@ -104,7 +104,7 @@ def layers_of_pools(pools: Sequence[Pool]) -> tuple[int, int]:
 
 
 def check_layers(decode: Sequence[Pool], stages: Sequence[tuple[int, int] | None]) -> None:
-    """Whether the layers of these stages are those of a decode rank, each once. Raises ParallelLayoutMismatch."""
+    """Checks that the layers of these stages are those of a decode rank, each once. Raises ParallelLayoutMismatch."""
     first, count = layers_of_pools(decode)
     held = sorted(layer for stage in stages if stage is not None for layer in range(stage[0], sum(stage)))
     if held != list(range(first, first + count)):

@@ -1,4 +1,4 @@
-"""What a sender gives for one room, and which position goes to which of decode's pages (rule 13, chunks). Pure."""
+"""The pages that a sender gives for one room, and the page of decode's that each goes to (rule 13, chunks). Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which positions of a room are there: half-open intervals that never overlap. Pure."""
+"""The positions of a room that are there: half-open intervals that never overlap. Pure."""
 
 from __future__ import annotations
 

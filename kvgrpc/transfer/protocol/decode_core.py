@@ -46,7 +46,7 @@ __all__ = ["DecodeCore", "DecodePair", "DecodePart", "DecodeRoom", "DecodeWork",
 
 @dataclass(slots=True)
 class DecodeWork:
-    """What the shell is to do, in this order.
+    """Work for the shell, to be done in this order.
 
     ``dead``: peers whose address refused, so that nobody is to be told to ask there again. ``resolves``: rooms to be
     bound again, to all their targets. ``lost_peers``: peers that welcomed us once and to

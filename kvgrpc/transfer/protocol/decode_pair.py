@@ -20,7 +20,7 @@ class Stream:
 
 
 class DecodePair:
-    """What decode knows of one incarnation of one prefill rank.
+    """One incarnation of one prefill rank, as decode knows it.
 
     ``up``: it welcomed us on the current stream. ``welcomed``: it did so at least once. ``lost``: it was given up.
     ``dead_at``: the tick at which it was proven dead (4, proof of death). ``connected_at``: the tick since which the
@@ -88,7 +88,7 @@ class DecodePair:
 
     @property
     def state(self) -> SessionState:
-        """As tables show it."""
+        """The state that tables show."""
         if self.dead_at is not None:
             return SessionState.DEAD
         if self.silent:

@@ -1,4 +1,4 @@
-"""Where decode wants a room: pages of its pool, as a list or as runs that stay runs until somebody writes. Pure."""
+"""The pages of decode's pool where it wants a room, as a list or as runs that stay runs until somebody writes. Pure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Destination(msgspec.Struct, eq=False, gc=False):
 
     @property
     def held(self) -> int:
-        """How many pages it names, counted over all pools."""
+        """The number of pages that it names, over all pools."""
         return self.count if self.others is None else self.count + sum(other.count for other in self.others)
 
     @property

@@ -1,4 +1,4 @@
-"""Which decode incarnation has which of prefill's rooms, and how many rooms wait for a local sender. Pure."""
+"""The decode incarnation that has each of prefill's rooms, and the rooms that wait for a local sender. Pure."""
 
 from __future__ import annotations
 

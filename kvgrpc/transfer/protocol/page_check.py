@@ -1,4 +1,4 @@
-"""Which pages rooms have, for ranks that check what their engine gives them (rule 16, page check). Pure.
+"""The pages that rooms have, for ranks that check what their engine gives them (rule 16, page check). Pure.
 
 Off unless the rank is told so: a healthy engine never gives a page twice, and whether it is healthy shows in tests.
 """

@@ -1,4 +1,4 @@
-"""What a core has to tell its peers: which rooms of a pair changed, and which pairs have something to say now. Pure.
+"""News for peers: the rooms of each pair that changed, and the pairs that have something to say now. Pure.
 
 No message is kept: a pair's ``pending_rooms`` says which rooms changed, their latest state is read when it is told. So
 it is bounded by the rooms.

@@ -53,7 +53,7 @@ __all__ = ["Chunk", "PrefillCore", "PrefillPair", "PrefillRoom", "PrefillWork", 
 
 @dataclass(slots=True)
 class PrefillWork:
-    """What the shell is to do, in this order.
+    """Work for the shell, to be done in this order.
 
     ``submissions``: writes to start. ``stops``: rooms that ended while writes were open; no further write of theirs
     may start. ``gone``: pairs that were given up, whose memory the data plane is to forget. ``closes``: streams to end.

@@ -79,7 +79,7 @@ class PrefillPair:
 
     @property
     def state(self) -> SessionState:
-        """As tables show it."""
+        """The state that tables show."""
         if self.lost:
             return SessionState.LOST
         if self.stream is None:

@@ -41,7 +41,7 @@ class RoomKey(Struct, frozen=True, order=True, gc=False):
 
 
 class KVPoll(enum.IntEnum):
-    """What ``poll()`` of a sender or receiver says; the numbers are the engines'."""
+    """The answers of ``poll()`` of a sender or receiver; the numbers are the engines'."""
 
     Failed = 0
     Bootstrapping = 1
@@ -51,7 +51,7 @@ class KVPoll(enum.IntEnum):
 
 
 class Want(enum.IntEnum):
-    """What decode wants of a room; it only rises. OPENED is never sent."""
+    """Decode's wish for a room; it only rises. OPENED is never sent."""
 
     OPENED = 0
     ANNOUNCE = 1
@@ -61,7 +61,7 @@ class Want(enum.IntEnum):
 
 
 class RoomState(enum.IntEnum):
-    """How far a room, or one part of it, is."""
+    """The progress of a room, or of one part of it."""
 
     BOOTSTRAPPING = 1
     WAITING_FOR_INPUT = 2
@@ -75,7 +75,7 @@ class RoomState(enum.IntEnum):
 
 
 class Writes(enum.IntEnum):
-    """Whether the writer may still write into the room's pages. The value only advances (rule 7, writes)."""
+    """Says if the writer may still write into the room's pages. The value only advances (rule 7, writes)."""
 
     OPEN = 1
     UNKNOWN = 2
@@ -106,7 +106,7 @@ WANT_FORGET: Final = Want.FORGET
 
 
 class Align(enum.Enum):
-    """How pages match when prefill sends more of them than decode wants: which end counts from the same page."""
+    """Pages match in one of two ways when prefill sends more than decode wants: which end counts from the same page."""
 
     HEAD = "head"
     TAIL = "tail"
@@ -117,7 +117,7 @@ ALIGN_TAIL: Final = Align.TAIL
 
 
 class Handle(Struct, eq=False):
-    """What an engine's sender or receiver reads: written by the core's thread, read by any thread without a lock.
+    """The state of an engine's sender or receiver: written by the core's thread, read by any thread without a lock.
 
     ``poll`` is terminal once Success or Failed; ``failure`` is set before ``poll`` turns Failed. ``release_safe``: no
     write can reach the room's pages any more. ``prefix_pages``: pages that decode already holds, None until it has
@@ -215,7 +215,7 @@ class PrefillEntry(Struct, frozen=True, gc=False):
 
 
 class SessionState(enum.IntEnum):
-    """How the session of a pair is."""
+    """The state of a pair's session."""
 
     CONNECTING = 1
     OPEN = 2
@@ -267,7 +267,7 @@ class Timing:
 
     @property
     def silence(self) -> int:
-        """How long a peer may be silent: never longer than a room may take."""
+        """The longest time that a peer may be silent: never longer than a room may take."""
         return min(self.idle_timeout, self.room_deadline)
 
     @property

@@ -66,7 +66,7 @@ class DeathProofs:
         return bool(answers) and all(answer is True for answer in answers)
 
     async def is_taken(self, address: str) -> bool:
-        """Whether a host takes connections there: a process lives that listens, whatever it does."""
+        """True if a host takes connections there: a process lives that listens, whatever it does."""
         found = await self._resolve(address)
         return False in await asyncio.gather(*(_refuses_at(host, port) for host, port in found))
 

@@ -462,8 +462,8 @@ class PrefillManager(TransferManager[PrefillRoom]):
         return self._worker.busy or super()._work_waits()
 
     def _watch_worker(self) -> None:
-        """Whether the transfer thread stands in one call, the plane's or a ``wait``: in ticks, so a stop of the process
-        does not count.
+        """Notes if the transfer thread stands in one call, the plane's or a ``wait``: in ticks, so a stop of the
+        process does not count.
         """
         turns = self._worker.turns
         self._ticks_in_turn = self._ticks_in_turn + 1 if turns == self._turns else 0

@@ -183,7 +183,7 @@ class FileBackend(PageByPage):
         return OK
 
     def _proves(self, header: Header | None, key: str, pieces: Sequence[memoryview]) -> bool:
-        """Whether what was read is this page and all of it."""
+        """True if what was read is this page and all of it."""
         if header is None or header.key != key:
             return False
         return not header.checksum or not self._config.checksum or header.checksum == checksum(pieces)
@@ -300,7 +300,7 @@ class FileBackend(PageByPage):
 
 
 def _takes_direct(folder: Folder) -> bool:
-    """Whether the file system below knows O_DIRECT."""
+    """True if the file system below knows O_DIRECT."""
     try:
         descriptor, path = folder.create("", os.O_DIRECT)
     except OSError:

@@ -89,7 +89,7 @@ class Folder:
         os.replace(temporary, self.path(name))
 
     def remove(self, name: str) -> bool:
-        """Whether it was there."""
+        """True if it was there."""
         try:
             os.unlink(self.path(name))
         except (FileNotFoundError, NotADirectoryError):
@@ -134,7 +134,7 @@ class Folder:
 
 
 def _abandoned(name: str, modified: float) -> bool:
-    """Whether the process that wrote it is gone, or it has been still for an hour: another host's process is not seen,
+    """True if the process that wrote it is gone, or it has been still for an hour: another host's process is not seen,
     and a pid may be another process's by now. In another container with our host's name: since before we began."""
     host, pid, space, life, *_ = [*name.removeprefix(".").split("-"), "", "", ""]
     if host == _HOST and pid.isdigit() and (_is_gone(int(pid), life) if space == _SPACE else modified < _BEGAN):
@@ -143,7 +143,7 @@ def _abandoned(name: str, modified: float) -> bool:
 
 
 def _is_gone(pid: int, life: str) -> bool:
-    """Whether no such process lives, or it is ours, which has another life."""
+    """True if no such process lives, or it is ours, which has another life."""
     return life != _LIFE if pid == os.getpid() else not os.path.exists(f"/proc/{pid}")
 
 

@@ -54,7 +54,7 @@ class Format(Protocol):
         """Relative to the root and always inside it; None for a key that has no file name."""
 
     def is_page(self, name: str) -> bool:
-        """Whether a file of this name can be a page."""
+        """True if a file of this name can be a page."""
 
     def key_of(self, name: str, start: bytes) -> str | None:
         """The key of a page, of its path and its first ``header_bytes``; None when they do not tell."""

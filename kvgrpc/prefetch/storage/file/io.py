@@ -52,7 +52,7 @@ def header_block() -> memoryview:
 
 
 def aligned(pieces: Sequence[tuple[int, int]]) -> bool:
-    """Whether O_DIRECT takes these (address, bytes)."""
+    """True if O_DIRECT takes these (address, bytes)."""
     return all(address % _ALIGNMENT == 0 and nbytes % _ALIGNMENT == 0 for address, nbytes in pieces)
 
 

@@ -151,5 +151,5 @@ def result_of(code: int) -> PageResult:
 
 
 def is_lost(code: int) -> bool:
-    """Whether the Store may go on saying that the object exists although nobody can read it (until client_ttl)."""
+    """True if the Store may go on saying that the object exists although nobody can read it (until client_ttl)."""
     return code == TRANSFER_FAILED
