@@ -35,7 +35,7 @@ demo:  ## One real hand-off: prefill and decode in two processes, tokens compare
 	@$(BIN)/kvgrpc demo $(ARGS)
 
 test: lint  ## What CI runs: lint, drift, clients but Java and C++, all quick tests, tests/contract on protobuf 6 and 7 (ARGS="tests/unit -k plan").
-	@.ci/clients go rust typescript
+	@$(if $(ARGS),,.ci/clients go rust typescript)
 	@.ci/setup etcd
 	@$(BIN)/python -m pytest -m "not slow" $(SLOWEST) $(or $(ARGS),--ignore=tests/contract)
 	@$(if $(ARGS),,$(MAKE) contract)

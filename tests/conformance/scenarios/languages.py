@@ -32,10 +32,10 @@ def _go() -> list[str]:
 
 
 def _rust() -> list[str]:
-    manifest, target = str(CLIENTS / "rust/Cargo.toml"), ROOT / ".cache/rust"
     # As .ci/rust builds the rest, so that nothing is built twice.
-    built = ["build", "--quiet", "--example", "conformance", "--all-features", "--manifest-path", manifest]
-    _run([_tool("cargo"), *built, "--target-dir", str(target)], CLIENTS / "rust")
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / ".cache/rust"))
+    build = [_tool("cargo"), "build", "--quiet", "--workspace", "--all-features", "--example", "conformance"]
+    _run([*build, "--target-dir", str(target)], CLIENTS / "rust")
     return [str(target / "debug/examples/conformance")]
 
 

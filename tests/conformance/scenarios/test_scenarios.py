@@ -21,7 +21,7 @@ SCENARIOS = json.loads((Path(__file__).parent / "scenarios.json").read_text())
 ANSWER_SECONDS = 40.0
 # The time is that of a build of Go or Rust from nothing.
 pytestmark = pytest.mark.timeout(900)
-# Those of Python run with the quick tests, the others in make test-clients (.ci/scenarios).
+# Those of Python run with the quick tests, the others behind the builds of their languages (.ci/clients).
 BY_LANGUAGE = [pytest.param(name, marks=[pytest.mark.slow] if name != "python" else []) for name in LANGUAGES]
 
 
