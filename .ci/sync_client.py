@@ -68,13 +68,15 @@ def method(found: ast.AsyncFunctionDef, has_seconds: bool) -> str:
     plain, named = found.args.args[1:], found.args.kwonlyargs
     given = ", ".join([*(each.arg for each in plain), *(f"{each.arg}={each.arg}" for each in named)])
     how = "_iterate" if returns.startswith("Iterator[") else "_run"
-    seconds = f", self._seconds_of_{found.name}({given})" if has_seconds else ""
+    # Before the coroutine is made, which nobody would await where these are refused.
+    checked = f"seconds = self._seconds_of_{found.name}({given})\n        " if has_seconds else ""
+    seconds = ", seconds" if has_seconds else ""
     words += "\n" if "\n\n" in words else ""
     indented = words.replace("\n", "\n        ").replace("\n        \n", "\n\n")
     return f'''
     def {found.name}({ast.unparse(found.args)}) -> {returns}:
         """{indented}"""
-        return self.{how}(self._client.{found.name}({given}){seconds})
+        {checked}return self.{how}(self._client.{found.name}({given}){seconds})
 '''
 
 

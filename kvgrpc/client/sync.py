@@ -77,10 +77,8 @@ class SyncClient(BlockingClient):
         Raises PeerUnreachable when nothing comes for ``timeout`` seconds, at least 15 (a message comes each 5 seconds).
         Close the iterator (``contextlib.closing``) to end it early.
         """
-        return self._iterate(
-            self._client.watch_engines(engine=engine, role=role, without_pools=without_pools),
-            self._seconds_of_watch_engines(engine=engine, role=role, without_pools=without_pools),
-        )
+        seconds = self._seconds_of_watch_engines(engine=engine, role=role, without_pools=without_pools)
+        return self._iterate(self._client.watch_engines(engine=engine, role=role, without_pools=without_pools), seconds)
 
     def deregister(self, ranks: Sequence[common_pb2.RankRef]) -> int:
         """Removes the rows of these incarnations from the registry; how many were there. One that lives comes back with
@@ -118,7 +116,8 @@ class SyncClient(BlockingClient):
 
         ``timeout``: seconds that one answer may take, where that is not the client's.
         """
-        return self._run(self._client.ask_ranks(call, timeout), self._seconds_of_ask_ranks(call, timeout))
+        seconds = self._seconds_of_ask_ranks(call, timeout)
+        return self._run(self._client.ask_ranks(call, timeout), seconds)
 
     def get_room(self, room: int, attempt: int = 0) -> transfer_service_pb2.Room:
         """One room with its parts."""
@@ -281,7 +280,8 @@ class SyncClient(BlockingClient):
 
     def drain(self, grace: float = 30.0) -> server_service_pb2.DrainResponse:
         """Drains the process; returns when it is drained, at most some seconds after ``grace``."""
-        return self._run(self._client.drain(grace), self._seconds_of_drain(grace))
+        seconds = self._seconds_of_drain(grace)
+        return self._run(self._client.drain(grace), seconds)
 
     def health(self, service: str = "") -> str:
         """ "SERVING" or "NOT_SERVING", of one service or (empty) of all together."""
