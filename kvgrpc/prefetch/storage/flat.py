@@ -1,6 +1,7 @@
 """A storage backend from five plain functions: for stores that take and give whole pages as bytes.
 
-Copies every page once. A third-party store needs no more than ``FlatStore``; docs/storage.md builds one.
+Copies every page once. A third-party store needs no more than ``FlatStore``; docs/storage/write-a-backend.md builds
+one.
 """
 
 from __future__ import annotations
