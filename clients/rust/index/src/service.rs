@@ -63,7 +63,10 @@ impl IndexService for Index {
                 tokio::task::yield_now().await;
                 turn = blocks;
             }
-            let scores = self.index.score(&question, &wanted).map_err(|needed| model_needed(&format!("prompts[{at}]"), &needed))?;
+            let scores = self
+                .index
+                .score(&question, &wanted)
+                .map_err(|needed| model_needed(&format!("prompts[{at}]"), &needed))?;
             self.counts.prompts.fetch_add(1, Ordering::Relaxed);
             self.counts.misses.fetch_add(scores.is_empty().into(), Ordering::Relaxed);
             prompts.push(PromptScores { scores, blocks: blocks as u32 });
@@ -194,7 +197,11 @@ fn check_plan(request: &pb::PlanRequest) -> Result<(), Status> {
 }
 
 fn model_needed(field: &str, needed: &ModelNeeded) -> Status {
-    invalid(&format!("{field}.model"), "''", &format!("the model's name: these caches are of {}", needed.models.join(" or ")))
+    invalid(
+        &format!("{field}.model"),
+        "''",
+        &format!("the model's name: these caches are of {}", needed.models.join(" or ")),
+    )
 }
 
 fn question(prompt: ScorePrompt, field: &str, left: &mut usize) -> Result<Question, Status> {
