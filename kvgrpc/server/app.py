@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
+import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -70,6 +73,7 @@ _BESIDES_A_FRAME_BYTES = 64 * 1024
 # For the writes of rooms that a drain cancelled: their pages come back after the settle time of 2 s.
 _CANCELLED_WRITES_SECONDS = 5.0
 _ABANDON_SECONDS = 4.0
+_DROPPED_SECONDS = 10.0
 # For a registry to name the successor of a rank that is dead; it may have died with it.
 _AT_ONCE_SECONDS = 1.0
 # A stop that takes longer is the library's fault, and is left behind.
@@ -98,7 +102,8 @@ Transfer = TypeVar("Transfer", bound=Runtime)
 
 class Rank(Generic[Transfer]):
     """One opened rank, a context manager that closes it: ``with open_prefill(...)``; ``async with`` closes it beside
-    the caller's loop. One that nobody closed is closed at the end of the process, with a ResourceWarning.
+    the caller's loop. One that is dropped is closed at once, and one that is open yet at the end of the process then,
+    both with a ResourceWarning.
 
     ``transfer`` (what senders or receivers are made of), ``events``, ``prefetch`` (None where the configuration has
     none), ``load`` (what the engine has to do, for plans) and the properties are for engine threads; ``close`` blocks.
@@ -578,6 +583,34 @@ class Rank(Generic[Transfer]):
         return open_channel(address, self.config.client_security, own_connection=True, pings=self.config.session_pings)
 
 
+class _Handed(Rank[Transfer]):
+    """What an engine has of a rank. All of the rank's is here, and the rank itself, which its loop holds, knows nothing
+    of this: so it goes when the engine lets it go."""
+
+    __slots__ = ("_process", "_rank")
+
+    def __init__(self, rank: Rank[Transfer]) -> None:
+        self.__dict__ = rank.__dict__
+        self._rank, self._process = rank, os.getpid()
+
+    async def _close_once(self, time: ClosingTime) -> Closed:
+        return await self._rank._close_once(time)
+
+    def __del__(self) -> None:
+        # Wherever the garbage collector runs, under any lock: so it appends for the loop, and takes no lock itself.
+        if self._closing or sys.is_finalizing() or os.getpid() != self._process:
+            return
+        text = f"rank {self.ref} was dropped, and not closed"
+        warnings.warn(text, ResourceWarning, source=self, stacklevel=2)
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nothing can be closed any more
+            self._loop.spawn(_close_dropped(self._rank), "close of a dropped rank")
+
+
+async def _close_dropped(rank: Rank[Any]) -> None:
+    logger.warning("%s was dropped, and is closed: keep what open_rank returns for as long as it serves", rank.ref)
+    await rank._close_once(ClosingTime(_DROPPED_SECONDS))
+
+
 def open_prefill(config: RankConfig) -> Rank[PrefillRuntime]:
     """``open_rank`` of a prefill rank: ``KVSender(rank.transfer, …)`` type-checks. Another role is InvalidRequest."""
     return _open(config, Role.PREFILL)
@@ -633,7 +666,7 @@ def _open_on(plane: DataPlane, config: RankConfig, loop: LoopThread) -> Rank[Any
             epoch = int(error.metadata.get("currentEpoch", epoch)) + 1
         else:
             close_at_exit(rank)
-            return rank
+            return _Handed(rank)
 
 
 def _quarter_of_the_pool(config: RankConfig) -> int:

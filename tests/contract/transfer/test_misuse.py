@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import itertools
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from kvgrpc.model import Pool
 from kvgrpc.server import KVPoll, KVReceiver, KVSender, open_decode, open_prefill
 from kvgrpc.transfer.handle import TransferHandle
 from tests.support.rank_host import RankHost
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 SECONDS = 10.0
@@ -131,6 +134,34 @@ async def test_a_rank_is_closed_beside_the_loop_that_left_it(
     assert not rank.healthy
     with SyncClient(address, timeout=0.5) as client, pytest.raises(PeerUnreachable):
         client.health()
+
+
+@pytest.mark.parametrize(("opening", "role"), [(open_prefill, "prefill"), (open_decode, "decode")])
+def test_a_rank_that_is_dropped_is_said_and_closed_at_once(
+    prefill: RankHost, decode: RankHost, opening: Callable[..., Any], role: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    like = (prefill if role == "prefill" else decode).rank.config
+    rank = opening(replace(like, engine="A", registry="", listen="127.0.0.1:0", metrics_listen=""))
+    address, transfer = rank.address, rank.transfer
+    with pytest.warns(ResourceWarning, match="rank A/dp0/pp0/cp0/tp0@.* was dropped, and not closed"):
+        del rank
+        gc.collect()
+    wait_until(lambda: not is_bound(address), 30.0)
+    assert not transfer.open_rooms()
+    assert "keep what open_rank returns" in caplog.text
+
+
+def is_bound(address: str) -> bool:
+    host, port = address.rsplit(":", 1)
+    with socket.socket() as dialled:
+        return dialled.connect_ex((host, int(port))) == 0
+
+
+def test_a_rank_that_was_closed_may_be_dropped(prefill: RankHost, recwarn: pytest.WarningsRecorder) -> None:
+    with open_prefill(replace(prefill.rank.config, engine="A", registry="", listen="127.0.0.1:0", metrics_listen="")):
+        pass
+    gc.collect()
+    assert not any("dropped" in str(each.message) for each in recwarn)
 
 
 def test_a_rank_that_nobody_closed_is_said_and_closed_at_the_end_of_the_process() -> None:
