@@ -53,7 +53,7 @@ class EventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     dialect: Dialect = Dialect.VLLM
     """Whose events our own batches look like; an engine's batches go as they are."""
     encoding: Encoding = Encoding.MAP
-    """"map" as both engines send today; "array" as in the seeds."""
+    """"map" as both engines send today; "array" for consumers from before June 2026."""
     format: Literal["default", "dynamo"] = "default"
     """SGLang's key: which hashes its cache puts into events. It is for the engine, and changes nothing here."""
     clear_first: bool = True

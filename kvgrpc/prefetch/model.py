@@ -241,7 +241,7 @@ class PrefetchLimits:
     writers: Number = 1
     """Threads that write to it."""
     occupancy: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Share of the host pool that prefetches which have not ended may hold (the seed: 0.8 x (host - device))."""
+    """Share of the host pool that prefetches which have not ended may hold."""
     operations: Number = 4096
     """Operations that have not ended; one more is refused."""
     remembered: Number = 4096

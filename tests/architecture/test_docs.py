@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+EXPORTING = ("kvgrpc.client", "kvgrpc.server", "kvgrpc.events", "kvgrpc.transfer")
 ROOT = Path(__file__).parents[2]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 TRANSFER = (ROOT / "kvgrpc" / "transfer" / "README.md").read_text()
@@ -147,3 +150,17 @@ def test_each_case_of_a_session_names_its_tests() -> None:
     named = [re.findall(r"`(test_\w+)`", row) for row in rows]
     assert len(rows) > 20 and [row for row, tests in zip(rows, named, strict=True) if not tests] == []
     assert [test for tests in named for test in tests if f"def {test}(" not in text] == []
+
+
+def test_every_exported_name_is_explained_and_none_by_what_users_never_saw() -> None:
+    """This project grew from seeds, of which its users know nothing."""
+    wrong = []
+    for module in map(importlib.import_module, EXPORTING):
+        for name in module.__all__:
+            exported = getattr(module, name)
+            if inspect.isclass(exported) or inspect.isfunction(exported):
+                members = vars(exported).values() if inspect.isclass(exported) else ()
+                texts = [inspect.getdoc(exported) or "seed", *(each.__doc__ or "" for each in members)]
+                wrong += [f"{module.__name__}.{name}" for text in texts if re.search(r"\bseeds?\b", text)]
+    assert not wrong
+    assert "the seed" not in (ROOT / "docs" / "settings.md").read_text()

@@ -22,16 +22,16 @@ class Dialect(enum.Enum):
     """Whose events our own batches look like; an engine's own batches go as they are."""
 
     SGLANG = "sglang"
-    """Arrays of seed 000 (no medium, so only the device tier), or maps of SGLang 0.5.23."""
+    """Arrays of the first form (no medium, so only the device tier), or maps of SGLang 0.5.23."""
     VLLM = "vllm"
-    """Arrays of seed 001, or maps of vLLM 0.33.0, which SGLang's typed readers take too."""
+    """Arrays with a medium, or maps of vLLM 0.33.0, which SGLang's typed readers take too."""
 
 
 class Encoding(enum.Enum):
     """What an event is on the wire."""
 
     ARRAY = "array"
-    """A positional array, as in the seeds: for consumers from before June 2026."""
+    """A positional array: for consumers from before June 2026."""
     MAP = "map"
     """A tagged map, as both engines write today."""
 

@@ -325,5 +325,5 @@ def room_from_transfer_id(transfer_id: str) -> int:
 
 
 def prefill_dp(room: int, dp_size: int) -> int:
-    """Returns which dp rank of prefill serves a room unless the router says otherwise: the seeds' ``room % dp``."""
+    """Returns which dp rank of prefill serves a room unless the router says otherwise: ``room % dp``."""
     return room % dp_size
