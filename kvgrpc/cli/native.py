@@ -44,6 +44,7 @@ def become_native(
         "--metrics-listen": metrics_listen,
         "--cert-file": security.cert_file,
         "--key-file": security.key_file,
+        "--client-ca-file": security.client_ca_file,
         "--tokens-file": security.token_file,
         "--audience": ",".join(security.audience),
         "--ca-file": ca_file or "",

@@ -224,7 +224,6 @@ def index(
         security = options["security"]
         lacking = {
             "--live": options["live"],
-            "--client-ca-file": security.client_ca_file,
             "--health-needs-token": not security.health_without_token,
             "--call-limits": options["call_limits"],
             "--listen unix:": listen.startswith("unix:"),

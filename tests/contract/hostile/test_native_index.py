@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvgrpc.errors import Reason
+from kvgrpc.client import SyncClient
+from kvgrpc.errors import KvGrpcError, Reason
+from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceStub
+from tests.contract.certificates import OPENSSL, Authority
 from tests.contract.hostile.http2 import DATA, Connection, frame
 from tests.support.native_index import NativeIndex
 from tests.support.rust import built_index
@@ -71,6 +74,37 @@ def test_bodies_that_never_come_are_their_callers_share_and_no_one_elses(guarded
             stub.Score(QUESTION, timeout=10, metadata=metadata("honest", guarded))
     with grpc.insecure_channel(guarded) as channel:  # they hung up: their places are free
         IndexServiceStub(channel).Score(QUESTION, timeout=30, metadata=metadata("greedy", guarded))
+
+
+@pytest.mark.skipif(OPENSSL is None, reason="openssl makes the certificates")
+def test_a_client_certificate_gives_the_role_that_a_name_in_it_ends_in(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    server = authority.sign("index", "IP:127.0.0.1")
+    tls = ("--cert-file", server.cert_file, "--key-file", server.key_file, "--client-ca-file", authority.ca_file)
+    index = NativeIndex(["127.0.0.1:1"], *tls).open()
+
+    def status(names: str, call: Callable[[SyncClient], object], signed_by: Authority = authority) -> str:
+        own = signed_by.sign("client", names)
+        security = ClientSecurity(ca_file=authority.ca_file, cert_file=own.cert_file, key_file=own.key_file)
+        with SyncClient(index.address, security, timeout=2.0) as client:
+            try:
+                call(client)
+            except KvGrpcError as error:
+                return error.reason.name
+        return "OK"
+
+    def score(client: SyncClient) -> object:
+        return client.score(QUESTION)
+
+    try:
+        assert status("DNS:router-a.consumer", score) == "OK"
+        assert status("URI:spiffe://cluster/kvgrpc/rank", score) == "OK"
+        assert status("DNS:router-a", score) == "CREDENTIALS_INVALID"
+        assert status("DNS:router-a.consumer", score, Authority(tmp_path, "another")) == "PEER_UNREACHABLE"
+        assert status("DNS:router-a.consumer", lambda client: client.drain(0.1)) == "PERMISSION_DENIED"
+        assert status("DNS:a.operator", lambda client: client.drain(0.1)) == "OK"
+    finally:
+        index.close()
 
 
 @pytest.mark.parametrize(

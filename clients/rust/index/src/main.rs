@@ -62,6 +62,9 @@ struct Arguments {
     /// Key of the certificate.
     #[arg(long, env = "KVGRPC_KEY_FILE", requires = "cert_file")]
     key_file: Option<String>,
+    /// Callers need a certificate that this signs (PEM): a name in it ends in their role, as in router-a.consumer.
+    #[arg(long, env = "KVGRPC_CLIENT_CA_FILE", requires = "cert_file")]
+    client_ca_file: Option<String>,
     /// Callers prove a secret of this file: a line each, ROLE [NAME]:SECRET with rank, consumer or operator.
     #[arg(long, env = "KVGRPC_TOKENS_FILE")]
     tokens_file: Option<String>,
@@ -101,7 +104,9 @@ async fn serve(arguments: Arguments) -> Result<(), String> {
     check_reach(&arguments, listen)?;
     let listener = TcpListener::bind(listen).await.map_err(|error| format!("listen: {listen}: {error}"))?;
     let bound = listener.local_addr().map_err(|error| error.to_string())?;
-    let proof = Proof::new(arguments.tokens_file.clone(), &arguments.listen, bound, &arguments.audience)?;
+    let asks_certificates = arguments.client_ca_file.is_some();
+    let tokens_file = arguments.tokens_file.clone();
+    let proof = Proof::new(tokens_file, asks_certificates, &arguments.listen, bound, &arguments.audience)?;
     let index = Index {
         index: Arc::new(PrefixIndex::new(options(&arguments)?).map_err(|error| error.to_string())?),
         draining: Arc::new(AtomicBool::new(false)),
@@ -172,9 +177,9 @@ fn check_reach(arguments: &Arguments, listen: SocketAddr) -> Result<(), String> 
     if arguments.insecure || listen.ip().is_loopback() {
         return Ok(());
     }
-    let needed = match (&arguments.cert_file, &arguments.tokens_file) {
+    let needed = match (&arguments.cert_file, arguments.tokens_file.as_ref().or(arguments.client_ca_file.as_ref())) {
         (None, _) => "there is no TLS: give --cert-file and --key-file",
-        (_, None) => "everybody could call it: give --tokens-file",
+        (_, None) => "everybody could call it: give --tokens-file or --client-ca-file",
         _ => return Ok(()),
     };
     Err(format!("{listen} is not loopback and {needed}, or allow it with --insecure"))
@@ -210,7 +215,11 @@ fn builder(arguments: &Arguments) -> Result<Server, String> {
         .http2_keepalive_interval(Some(Duration::from_secs(30)))
         .http2_keepalive_timeout(Some(Duration::from_secs(10)));
     let (Some(cert), Some(key)) = (&arguments.cert_file, &arguments.key_file) else { return Ok(server) };
-    let tls = ServerTlsConfig::new().identity(Identity::from_pem(read(cert)?, read(key)?)).timeout(LONGEST_HANDSHAKE);
+    let mut tls =
+        ServerTlsConfig::new().identity(Identity::from_pem(read(cert)?, read(key)?)).timeout(LONGEST_HANDSHAKE);
+    if let Some(ca) = &arguments.client_ca_file {
+        tls = tls.client_ca_root(Certificate::from_pem(read(ca)?));
+    }
     server.tls_config(tls).map_err(|error| format!("cert-file, key-file: {error}"))
 }
 

@@ -1,4 +1,5 @@
-//! Who may call: bearer tokens made with a secret of the tokens file, for this server and this minute (docs/tokens.md).
+//! Who may call: bearer tokens made with a secret of the tokens file, for this server and this minute (docs/tokens.md), and
+//! client certificates.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -16,9 +17,12 @@ use crate::refusals::refused;
 
 const CLOCK_SKEW_SECONDS: u64 = 60;
 
-/// Lets calls in that prove a secret; without a tokens file all of them.
+/// Lets calls in that prove a secret, or come with a certificate that gives a role; where neither is asked for, all of them.
 #[derive(Clone)]
-pub struct Proof(Option<Arc<Known>>);
+pub struct Proof {
+    tokens: Option<Arc<Known>>,
+    asks_certificates: bool,
+}
 
 /// Who calls: a role, and the name that its share is counted by.
 #[derive(Clone)]
@@ -29,6 +33,7 @@ pub struct Caller {
 
 /// Whoever may drain.
 pub const OPERATOR: &str = "operator";
+const ROLES: [&str; 3] = ["rank", "consumer", OPERATOR];
 
 struct Known {
     path: String,
@@ -42,11 +47,12 @@ impl Proof {
     /// `listen`: where the server was told to listen, `bound`: where it does; `audience`: by what else clients dial it.
     pub fn new(
         tokens_file: Option<String>,
+        asks_certificates: bool,
         listen: &str,
         bound: SocketAddr,
         audience: &[String],
     ) -> Result<Self, String> {
-        let Some(path) = tokens_file else { return Ok(Self(None)) };
+        let Some(path) = tokens_file else { return Ok(Self { tokens: None, asks_certificates }) };
         let secrets = read_tokens(&path)?;
         if secrets.is_empty() {
             return Err(format!("tokens-file: {path} has no token, a line ROLE [NAME]:SECRET: nobody could call"));
@@ -60,24 +66,34 @@ impl Proof {
         audiences.extend(named.and_then(|address| target_of(&address)).filter(|_| !bound.ip().is_unspecified()));
         let wildcard_port = bound.ip().is_unspecified().then_some(bound.port());
         let read = Mutex::new((written_at(&path), Arc::new(secrets)));
-        Ok(Self(Some(Arc::new(Known { path, audiences, wildcard_port, read }))))
+        Ok(Self { tokens: Some(Arc::new(Known { path, audiences, wildcard_port, read })), asks_certificates })
     }
 
     /// Who the caller is; an operator, where nobody proves anything.
     pub fn check(&self, headers: &HeaderMap, extensions: &Extensions) -> Result<Caller, Status> {
         let peer = peer_of(extensions);
         let host = peer.map_or_else(String::new, |peer| peer.to_canonical().to_string());
-        let Some(known) = &self.0 else { return Ok(Caller { role: OPERATOR.to_owned(), name: host }) };
-        let header = headers.get("authorization").and_then(|value| value.to_str().ok()).unwrap_or("");
+        if self.tokens.is_none() && !self.asks_certificates {
+            return Ok(Caller { role: OPERATOR.to_owned(), name: host });
+        }
+        let header = headers.get("authorization").and_then(|value| value.to_str().ok());
+        match (header, &self.tokens) {
+            (None, _) if self.asks_certificates => in_certificate(extensions),
+            (_, None) => Err(unproven("this server takes no tokens: send a client certificate alone")),
+            (header, Some(known)) => known.check(header.unwrap_or(""), peer, host),
+        }
+    }
+}
+
+impl Known {
+    fn check(&self, header: &str, peer: Option<IpAddr>, host: String) -> Result<Caller, Status> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-        let Some(token) = known.secrets().proven(header) else {
-            let text =
-                "the token is made with no key of this server: compare token_file with tokens_file there".to_owned();
-            let metadata = [("scheme", "bearer".to_owned())];
-            return Err(refused(Code::Unauthenticated, ErrorReason::CredentialsInvalid, text, metadata));
+        let Some(token) = self.secrets().proven(header) else {
+            let text = "the token is made with no key of this server: compare token_file with tokens_file there";
+            return Err(unproven(text));
         };
-        if !known.is_meant(&token.target, peer) {
-            let ours = known.audiences.join(", ");
+        if !self.is_meant(&token.target, peer) {
+            let ours = self.audiences.join(", ");
             let text =
                 format!("the token is for {}, and this server is {ours}: dial it so, or --audience", token.target);
             let metadata = [("target", token.target), ("audiences", ours)];
@@ -94,9 +110,7 @@ impl Proof {
         let name = name.map_or(host, |name| format!("{role} {name}"));
         Ok(Caller { role: role.to_owned(), name })
     }
-}
 
-impl Known {
     /// Read again where the file changed; one that cannot be read leaves what was known.
     fn secrets(&self) -> Arc<Secrets> {
         let mut read = self.read.lock();
@@ -128,6 +142,29 @@ impl Known {
         let is_ours = || !is_shared && std::net::UdpSocket::bind((address.ip(), 0)).is_ok();
         is_known() || (self.wildcard_port == Some(address.port()) && is_ours())
     }
+}
+
+/// By the first DNS or URI name of the caller's certificate that ends in a role, after a dot or a slash or as a whole.
+fn in_certificate(extensions: &Extensions) -> Result<Caller, Status> {
+    let certificates = extensions.get::<TlsConnectInfo<TcpConnectInfo>>().and_then(TlsConnectInfo::peer_certs);
+    let first = certificates.as_ref().and_then(|chain| chain.first());
+    let names: Vec<String> =
+        first.and_then(|certificate| webpki::EndEntityCert::try_from(certificate).ok()).map_or(Vec::new(), |known| {
+            known.valid_dns_names().chain(known.valid_uri_names()).map(str::to_owned).collect()
+        });
+    let role_of = |name: &str| ROLES.into_iter().find(|role| name.rsplit(['.', '/']).next() == Some(role));
+    let found = names.iter().find_map(|name| role_of(name).map(|role| (role, name)));
+    let Some((role, name)) = found else {
+        let text =
+            "no bearer token, and no DNS or URI name of the client certificate ends in .rank, .consumer or .operator";
+        return Err(unproven(text));
+    };
+    Ok(Caller { role: role.to_owned(), name: format!("certificate {name}") })
+}
+
+fn unproven(text: &str) -> Status {
+    let metadata = [("scheme", "bearer".to_owned())];
+    refused(Code::Unauthenticated, ErrorReason::CredentialsInvalid, text.to_owned(), metadata)
 }
 
 fn peer_of(extensions: &Extensions) -> Option<IpAddr> {
@@ -174,11 +211,11 @@ fn read_tokens(path: &str) -> Result<Secrets, String> {
 
 /// ROLE [NAME], or rank [ENGINES] [role=prefill|decode].
 fn is_holder(words: &[&str]) -> bool {
-    let (Some((role, mut scope)), roles) = (words.split_first(), ["rank", "consumer", OPERATOR]) else { return false };
+    let Some((role, mut scope)) = words.split_first() else { return false };
     if let (&"rank", Some((&("role=prefill" | "role=decode"), before))) = (role, scope.split_last()) {
         scope = before;
     }
     let is_of_a_name = |letter: char| letter.is_ascii_alphanumeric() || "._*?-".contains(letter);
     let is_name = |name: &&str| name.len() <= 128 && name.chars().all(is_of_a_name);
-    roles.contains(role) && scope.len() <= 1 && scope.iter().all(is_name)
+    ROLES.contains(role) && scope.len() <= 1 && scope.iter().all(is_name)
 }
