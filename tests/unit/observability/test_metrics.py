@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
 
 import prometheus_client
 
-from kvgrpc.observability import metrics
+# Each registers what it collects.
+from kvgrpc.observability import caches, hand_offs, metrics, ranks, staging, storage
+
+PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 def test_every_name_is_ours_and_explained() -> None:
@@ -15,6 +20,17 @@ def test_every_name_is_ours_and_explained() -> None:
     for family in families:
         assert family.name.startswith("kvgrpc_")
         assert family.documentation.endswith(".")
+
+
+def test_the_page_of_metrics_has_each_of_them_once_and_no_other() -> None:
+    assert caches and hand_offs and ranks and staging and storage
+    families = metrics.REGISTRY.collect()
+    there = {f"{each.name}_total" if each.type == "counter" else each.name for each in families}
+    names = [line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `kvgrpc_")]
+    said = [name for cell in names for name in re.findall(r"`(kvgrpc_\w+)`", cell)]
+    assert len(said) == len(set(said))
+    # What prometheus_client itself tells of a process is one cell, kvgrpc_process_ with an ellipsis.
+    assert {name for name in there if not name.startswith("kvgrpc_process_")} == set(said)
 
 
 def test_the_registry_of_the_host_stays_as_it_was() -> None:
