@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 # Each registers what it collects.
-from kvgrpc.observability import hand_offs, metrics, ranks
+from kvgrpc.observability import hand_offs, metrics, ranks, staging, storage
 
 PROMETHEUS = Path(__file__).parents[3] / "deploy" / "prometheus"
 DASHBOARD = Path(__file__).parents[3] / "deploy" / "grafana" / "kvgrpc.json"
@@ -41,7 +41,7 @@ def filled(query: str) -> str:
 
 
 def exported() -> set[str]:
-    assert hand_offs and ranks
+    assert hand_offs and ranks and staging and storage
     families = metrics.REGISTRY.collect()
     return {family.name + ending for family in families for ending in SERIES[family.type]}
 
