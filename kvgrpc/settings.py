@@ -56,7 +56,7 @@ class OtherVariables(msgspec.Struct):
     etcd_key_file: str
     """Its key."""
     events_listen: str
-    """HOST:PORT at which an engine's own event publisher is served (docs/events.md)."""
+    """HOST:PORT at which an engine's own event publisher is served (docs/publish-events.md)."""
     cache_listen: str
     """HOST:PORT at which an SGLang engine takes orders for its cache (docs/engines/sglang.md)."""
     sglang: str

@@ -27,7 +27,7 @@ SECONDS = 60.0
 # About 30 KB, the largest that engines send on average.
 BLOCKS, BLOCK_TOKENS = 350, 16
 JOURNAL_BYTES, QUEUED = 64 * 2**20, 500
-# The library; of each rank a journal, a full queue, and the state of all blocks (docs/events.md: 325 bytes each).
+# The library; of a rank a journal, a full queue, and the state of all blocks (325 bytes each, docs/publish-events.md).
 MOST_BYTES = 150 * 2**20 + RANKS // PROCESSES * (JOURNAL_BYTES + QUEUED * 32 * 1024 + 400 * BLOCKS * 325)
 
 

@@ -1,4 +1,5 @@
-"""SGLang's KV events published by kvgrpc: ``--kv-events-config '{"publisher": "kvgrpc", ...}'``. docs/events.md.
+"""SGLang's KV events published by kvgrpc: ``--kv-events-config '{"publisher": "kvgrpc", ...}'``.
+docs/publish-events.md.
 
 The same bytes at the same endpoint and the same ROUTER replay; besides them a journal and snapshots, which EventService
 serves where ``KVGRPC_EVENTS_LISTEN`` says.
