@@ -14,6 +14,7 @@ from kvgrpc.events.notifier import Notifier
 from kvgrpc.events.watch import WatchMode, watch
 from kvgrpc.events.wire import order_from_pb, part_to_pb, stream_to_pb
 from kvgrpc.model import EngineLoad, raise_if
+from kvgrpc.observability import metrics
 from kvgrpc.paging import page_size, page_token, read_page_token
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceServicer
@@ -108,10 +109,12 @@ class EventServicer(EventServiceServicer):
                 retry_after=RETRY_SECONDS,
             )
         self._watches += 1
+        metrics.EVENT_WATCH_READERS.inc()
         try:
             yield
         finally:
             self._watches -= 1
+            metrics.EVENT_WATCH_READERS.dec()
 
     def _notifier(self, stream: EventStream, mode: WatchMode) -> AbstractContextManager[Notifier]:
         # Who takes no batches need not wake for each.

@@ -13,6 +13,7 @@ import pytest
 from kvgrpc.errors import EventsCompacted
 from kvgrpc.events.log.journal import Batches
 from kvgrpc.events.watch import Watch, WatchMode, WatchOrder
+from kvgrpc.observability.metrics import REGISTRY
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
@@ -117,10 +118,15 @@ async def test_a_reader_whose_oldest_went_between_two_looks_looks_again(monkeypa
 
 
 async def test_readers_are_bounded_and_one_that_leaves_makes_room() -> None:
+    def counted() -> float:
+        return REGISTRY.get_sample_value("kvgrpc_event_watch_readers") or 0.0
+
+    before = counted()
     async with served(max_watches=2) as events:
         calls = [events.watch(TAIL) for _ in range(2)]
         for call in calls:
             await call.read()
+        assert counted() - before == 2
         refused = await events.refusal(TAIL)
         assert (refused.code, refused.reason.name) == ("RESOURCE_EXHAUSTED", "TOO_MANY_REQUESTS")
         assert refused.metadata == {"limit": "2", "value": "3", "scope": "watches"}
@@ -130,7 +136,7 @@ async def test_readers_are_bounded_and_one_that_leaves_makes_room() -> None:
         assert kinds(await events.read()) == ["begin"]
         calls[1].cancel()
         await until(lambda: events.servicer.watches == 0)
-        assert events.stream._listeners == ()
+        assert events.stream._listeners == () and counted() == before
 
 
 @pytest.mark.parametrize("mode", [TAIL, HEARTBEAT])
