@@ -317,8 +317,12 @@ async def test_engines_of_a_registry_are_followed_and_another_models_is_never_to
                 return [score.engine for score in client.score(request).prompts[0].scores]
 
             await until(lambda: asyncio.to_thread(lambda: holders("m") == ["P"] and holders("n") == ["Q"]))
-            with pytest.raises(InvalidRequest, match="m or n"):
+            with pytest.raises(InvalidRequest, match=r"prompts\[0\]\.model: must be .* m or n"):
                 await asyncio.to_thread(holders, "")
+            unnamed = [pb.PlanPrompt(prompt=asked(1).prompts[0]) for _ in range(2)]
+            unnamed[0].prompt.model = "m"
+            with pytest.raises(InvalidRequest, match=r"prompts\[1\]\.prompt\.model: must be .* m or n"):
+                await asyncio.to_thread(client.plan, pb.PlanRequest(prompts=unnamed))
     await asyncio.to_thread(index.close)
     await served.stop()
 
