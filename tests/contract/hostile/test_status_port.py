@@ -70,8 +70,15 @@ def test_scrapes_that_nobody_reads_leave_probes_their_places(
     with contextlib.ExitStack() as stack:
         for _ in range(SLOW):
             stack.enter_context(slow(port, "/metrics", whole=True))
-        wait_until(lambda: probe(port, "/metrics") == 503)
+        wait_until(lambda: is_full(port))
         assert [probe(port, path) for path in ("/livez", "/readyz")] == [200, 200]
+
+
+def is_full(port: tuple[str, int]) -> bool:
+    """A busy machine may take longer than a probe waits; then it is asked again."""
+    with contextlib.suppress(TimeoutError):
+        return probe(port, "/metrics") == 503
+    return False
 
 
 def test_the_greedy_address_gives_way_first(port: tuple[str, int]) -> None:
