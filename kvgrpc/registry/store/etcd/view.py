@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import grpc
@@ -162,30 +162,28 @@ class EtcdView:
             except (asyncio.InvalidStateError, Exception):
                 return
 
-    def _apply(self, events: Sequence[pb.Event]) -> None:
+    def _apply(self, events: Iterable[pb.Event]) -> None:
         """What is gone or replaced first: an engine that changed its shape must not be there in both."""
-        rows: dict[RankId, _Stored | _Gone] = {}
-        # A lease that ends only removes; who removes rows otherwise writes something beside it.
-        written = {event.kv.mod_revision for event in events if event.type == pb.Event.PUT}
+        rows: dict[RankId, _Stored | None] = {}
         for event in events:
             try:
-                self._read(event, rows, ran_out=event.kv.mod_revision not in written)
+                self._read(event, rows)
             except Exception as error:  # written by somebody else
                 _log.error("what stands at %r cannot be read, and is left out: %s", event.kv.key, error)
-        for rank, found in rows.items():
-            self._remove(rank, found)
-        for found in rows.values():
-            if isinstance(found, _Stored):
-                self._add(*found)
+        for rank, stored in rows.items():
+            self._remove(rank, stored)
+        for stored in rows.values():
+            if stored is not None:
+                self._add(*stored)
         metrics.REGISTRY_ROWS.set(self.table.rows)
         self._on_change()
 
-    def _read(self, event: pb.Event, rows: dict[RankId, _Stored | _Gone], *, ran_out: bool) -> None:
-        """A row goes to ``rows``, everything else is taken at once."""
+    def _read(self, event: pb.Event, rows: dict[RankId, _Stored | None]) -> None:
+        """A row with its lease id (None: gone) goes to ``rows``, everything else is taken at once."""
         key, put, revision = event.kv.key, event.type == pb.Event.PUT, event.kv.mod_revision
         if key.startswith(self._keys.rows):
             rank = self._keys.rank_of(key)
-            rows[rank] = self._row(event.kv) if put else _Gone(ran_out)
+            rows[rank] = self._row(event.kv) if put else None
         elif key.startswith(self._keys.fences):
             rank = self._keys.rank_of(key)
             if put:
@@ -206,19 +204,19 @@ class EtcdView:
         owner = (stored.caller, stored.host) if stored.host else (stored.caller,) if stored.caller else ()
         return _Stored(row, lease_id(key_value.lease, stored.index), tuple(owner[: n + 1] for n in range(len(owner))))
 
-    def _remove(self, rank: RankId, found: _Stored | _Gone) -> None:
+    def _remove(self, rank: RankId, stored: _Stored | None) -> None:
         known = self.table.leased(rank)
         if known is None:
             return
         # Rows that somebody copied without their leases have one number.
         self._leases.pop(known.lease_id, None)
-        if isinstance(found, _Stored) and found.row == known.row:
-            known.lease_id = found.lease
+        if stored is not None and stored.row == known.row:
+            known.lease_id = stored.lease
             self._leases[known.lease_id] = known.row.ref.rank
         else:
             self.owners.remove(rank)
             self.table.remove(known)
-            metrics.REGISTRY_EXPIRED.inc(isinstance(found, _Gone) and found.ran_out)
+            metrics.REGISTRY_EXPIRED.inc(stored is None)
 
     def _add(self, row: RankRow, lease: int, owner: tuple[Account, ...]) -> None:
         if self.table.leased(row.ref.rank) is not None:
@@ -251,12 +249,6 @@ class EtcdView:
         self.revision = revision
         moved, self._moved = self._moved, asyncio.get_running_loop().create_future()
         moved.set_result(None)
-
-
-class _Gone(NamedTuple):
-    """Nothing stands there any more. ``ran_out``: its lease did; else somebody removed it."""
-
-    ran_out: bool
 
 
 class _Stored(NamedTuple):
