@@ -156,7 +156,7 @@ class Holders:
                     await self._read(address)
             except KvGrpcError as error:
                 self._lines.warning("registry", f"holders of pages are not heard of: {one_line(str(error))}")
-                self._channels.hang_up(address)
+                self._channels.redial(address)
                 await asyncio.sleep(pause_before(attempt, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, error))
                 attempt += 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Container
 
@@ -10,6 +11,8 @@ import grpc
 from kvgrpc.rpc.channel import retire
 
 MAX_CHANNELS = 256
+# Until then a channel's own backoff is below half a second, too.
+_YOUNG_SECONDS = 0.5
 
 
 class ChannelPool:
@@ -18,11 +21,13 @@ class ChannelPool:
     def __init__(self, open_channel: Callable[[str], grpc.aio.Channel]) -> None:
         self._open_channel = open_channel
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._opened: dict[str, float] = {}
 
     def get(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = self._open_channel(address)
+            self._opened[address] = time.monotonic()
         self._channels.move_to_end(address)
         return channel
 
@@ -33,11 +38,17 @@ class ChannelPool:
             if idle is not None:
                 self.hang_up(idle)
 
+    def redial(self, address: str) -> None:
+        """The next call dials anew: it must not inherit how long a channel waits between its own attempts. Twice a
+        second at most, however many calls fail."""
+        if time.monotonic() - self._opened.get(address, 0.0) >= _YOUNG_SECONDS:
+            self.hang_up(address)
+
     def hang_up(self, address: str) -> None:
-        """The next call dials anew: it must not inherit how long a channel waits between its own attempts. Calls that
-        are under way go on."""
+        """Closes the channel, but calls that are under way go on."""
         channel = self._channels.pop(address, None)
         if channel is not None:
+            del self._opened[address]
             retire(channel)
 
     def is_connected(self, address: str) -> bool:

@@ -600,10 +600,11 @@ class _Handed(Rank[Transfer]):
         # Wherever the garbage collector runs, under any lock: so it appends for the loop, and takes no lock itself.
         if self._closing or sys.is_finalizing() or os.getpid() != self._process:
             return
-        text = f"rank {self.ref} was dropped, and not closed"
-        warnings.warn(text, ResourceWarning, source=self, stacklevel=2)
         with contextlib.suppress(RuntimeError):  # the loop has ended, and nothing can be closed any more
             self._loop.spawn(_close_dropped(self._rank), "close of a dropped rank")
+        # Last: where warnings are errors it raises.
+        text = f"rank {self.ref} was dropped, and not closed"
+        warnings.warn(text, ResourceWarning, source=self, stacklevel=2)
 
 
 async def _close_dropped(rank: Rank[Any]) -> None:

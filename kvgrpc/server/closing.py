@@ -10,7 +10,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -65,10 +65,15 @@ def _close_all() -> None:
     if not ranks:
         return
     logger.info("%d ranks are open at the end of the process, and are closed", len(ranks))
-    for rank in ranks:
-        warnings.warn(
-            f"{rank!r} was not closed before the end of the process", ResourceWarning, source=rank, stacklevel=2
-        )
+    try:
+        _close_within(ranks)
+    finally:  # where warnings are errors the first one raises
+        for rank in ranks:
+            text = f"{rank!r} was not closed before the end of the process"
+            warnings.warn(text, ResourceWarning, source=rank, stacklevel=2)
+
+
+def _close_within(ranks: Sequence[ClosesAtExit]) -> None:
     try:
         closing = [rank._close_at_exit(EXIT_SECONDS) for rank in ranks]
     except RuntimeError as error:

@@ -78,12 +78,13 @@ class TransferServicer(TransferServiceServicer):
             return (not states or row.state in states) and (row.held or not request.held_only) and self._shows(row)
 
         everything = not states and not request.held_only and self._shows_all()
-        rows, total = await self._manager.page_of_rooms(
-            RoomKey(*after) if after else RoomKey(0), size + 1, None if everything else wanted
+        rows, last, total = await self._manager.page_of_rooms(
+            RoomKey(*after) if after else RoomKey(0), size, None if everything else wanted
         )
-        response = await _listed(rows[:size], total)
+        response = await _listed(rows, total)
         if len(rows) > len(response.rooms):
             last = rows[len(response.rooms) - 1].key
+        if last is not None:
             response.next_page_token = numbers_token(question, (last.room, last.attempt))
         return response
 

@@ -397,6 +397,21 @@ class TestResolver:
         await resolver.close()
         await back.stop()
 
+    async def test_many_questions_at_a_registry_that_is_away_open_few_channels(self) -> None:
+        opened: list[str] = []
+
+        def counted(address: str) -> grpc.aio.Channel:
+            opened.append(address)
+            return open_channel(address, own_connection=True)
+
+        resolver, gone = Resolver(counted), await Served().start()
+        await gone.stop()
+        asked = [resolver.resolve(gone.address, f"P{number}", Role.PREFILL, timeout=2.0) for number in range(40)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(answer, PeerUnreachable) for answer in answers)
+        assert len(opened) <= 6, "two a second"
+        await resolver.close()
+
     async def test_a_registry_that_is_not_there_is_unreachable_after_the_timeout(self, resolver: Resolver) -> None:
         gone = await Served().start()
         await gone.stop()

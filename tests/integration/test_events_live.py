@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -209,6 +211,24 @@ def test_a_concrete_address_at_which_nobody_listens_is_said_once_and_so_is_who_c
             wait_until(lambda: unheard() == before + 1)
         assert said(caplog) == ["nobody listens", "is listened at"] * 2 + ["nobody listens"]
     assert unheard() == before
+
+
+def test_a_front_without_a_backend_which_hangs_up_on_everybody_is_nobody_that_listens(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("kvgrpc.events.publisher.IDLE_SECONDS", 0.05)  # it looks between its turns
+    with socket.create_server(("127.0.0.1", 0)) as front:
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    front.accept()[0].close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        with publisher(f"tcp://127.0.0.1:{front.getsockname()[1]}", bind=False):
+            wait_until(lambda: said(caplog) == ["nobody listens"])
+        front.shutdown(socket.SHUT_RDWR)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -40,7 +40,10 @@ class Listening:
         self._looked_at = now
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
-            self._alone_since = None if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else now
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._alone_since = None
+            elif self._alone_since is None:  # a front without a backend takes connections and closes them
+                self._alone_since = now
         alone = self._alone_since is not None and now - self._alone_since >= GRACE_SECONDS
         if alone and not self._said:
             self._say(True)

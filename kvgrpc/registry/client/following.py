@@ -79,19 +79,19 @@ class Following:
                         attempt = 0
                     name, why = followed.engine or followed.role.name, one_line(str(error))
                     _log.info("following %s at %s: %s", name, followed.address, why)
-                    if isinstance(error, PeerUnreachable):
-                        self._hang_up(followed.address)
+                    if isinstance(error, PeerUnreachable) and not self._is_read(followed.address):
+                        self._channels.redial(followed.address)
                     await asyncio.sleep(pause_before(attempt, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, error))
                     attempt += 1
         finally:
             del self._streams[followed]
             stream.end()
-        self._hang_up(followed.address)
+        if not self._is_read(followed.address):
+            self._channels.hang_up(followed.address)
 
-    def _hang_up(self, address: str) -> None:
-        """Unless another stream goes over the same channel: it would end, and miss what changes meanwhile."""
-        if not any(stream.reads for followed, stream in self._streams.items() if followed.address == address):
-            self._channels.hang_up(address)
+    def _is_read(self, address: str) -> bool:
+        """True if another stream goes over the same channel: it would end, and miss what changes meanwhile."""
+        return any(stream.reads for followed, stream in self._streams.items() if followed.address == address)
 
     async def _read(self, followed: _Followed, stream: _Stream) -> None:
         """Until nobody wants it any more. Raises PeerUnreachable where the stream ends."""

@@ -95,11 +95,11 @@ class Resolver:
         if self._pending.get(question) is pending:
             del self._pending[question]
 
-    def hang_up(self, question: _Question) -> None:
+    def redial(self, question: _Question) -> None:
         """Unless the channel stands and another question goes over it."""
         alone = all(other.address != question.address for other in self._pending if other != question)
         if alone or not self.is_connected(question.address):
-            self._channels.hang_up(question.address)
+            self._channels.redial(question.address)
 
     def is_connected(self, address: str) -> bool:
         return self._channels.is_connected(address)
@@ -145,7 +145,7 @@ class _Pending:
             except KvGrpcError as error:
                 self._error = error
                 if isinstance(error, PeerUnreachable):
-                    self._resolver.hang_up(self._question)
+                    self._resolver.redial(self._question)
                 pause = pause_before(attempt, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, error)
                 if not self._worth_asking_again(error) or pause >= self._remaining():
                     raise

@@ -137,8 +137,9 @@ class Runtime(Protocol):
 
     async def page_of_rooms(
         self, after: RoomKey, count: int, wanted: Callable[[RoomRow], bool] | None = None
-    ) -> tuple[list[RoomRow], int]:
-        """The first ``count`` rooms after ``after`` that are ``wanted``, and how many rooms there are in all."""
+    ) -> tuple[list[RoomRow], RoomKey | None, int]:
+        """The first ``count`` rooms after ``after`` that are ``wanted``, behind which room the next page begins (None:
+        there is none), and how many rooms there are in all."""
 
     def room(self, key: RoomKey) -> RoomRow | None: ...
 

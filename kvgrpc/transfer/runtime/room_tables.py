@@ -82,8 +82,9 @@ class RoomTables(ABC, Generic[Record]):
 
     async def page_of_rooms(
         self, after: RoomKey, count: int, wanted: Callable[[RoomRow], bool] | None = None
-    ) -> tuple[list[RoomRow], int]:
-        """The first ``count`` rooms after ``after`` that are ``wanted``, in order, and how many there are in all."""
+    ) -> tuple[list[RoomRow], RoomKey | None, int]:
+        """The first ``count`` rooms after ``after`` that are ``wanted``, in order; behind which room the next page
+        begins, None: there is none; and how many rooms there are in all. Rooms that went meanwhile are left out."""
         keys = self._all_keys()
 
         def is_wanted(key: RoomKey) -> bool:
@@ -94,11 +95,13 @@ class RoomTables(ABC, Generic[Record]):
         for start in range(0, len(keys), _ROOMS_LOOKED_AT_IN_A_TURN):
             if start:
                 await next_turn()
-            end = found[-1] if len(found) == count else _BEHIND_ALL_ROOMS
+            end = found[-1] if len(found) > count else _BEHIND_ALL_ROOMS
             some = [key for key in keys[start : start + _ROOMS_LOOKED_AT_IN_A_TURN] if after < key < end]
-            found = heapq.nsmallest(count, found + (some if wanted is None else list(filter(is_wanted, some))))
-        rows = await in_pieces(map(self._row_of, found))
-        return [row for row in rows if row is not None], len(keys)
+            found = heapq.nsmallest(count + 1, found + (some if wanted is None else list(filter(is_wanted, some))))
+        rows = await in_pieces(map(self._row_of, found[:count]))
+        more = found[count - 1] if len(found) > count else None
+        # By what they are now: they may have changed since they were found.
+        return [row for row in rows if row is not None and (wanted is None or wanted(row))], more, len(keys)
 
     async def newest_failed(
         self, count: int, wanted: Callable[[RoomRow], bool] | None = None

@@ -151,6 +151,16 @@ def test_a_rank_that_is_dropped_is_said_and_closed_at_once(
     assert "keep what open_rank returns" in caplog.text
 
 
+@pytest.mark.filterwarnings("error::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_rank_that_is_dropped_is_closed_where_warnings_are_errors(prefill: RankHost) -> None:
+    like = replace(prefill.rank.config, engine="A", registry="", listen="127.0.0.1:0", metrics_listen="")
+    rank = open_prefill(like)
+    address = rank.address
+    del rank
+    gc.collect()
+    wait_until(lambda: not is_bound(address), 30.0)
+
+
 def is_bound(address: str) -> bool:
     host, port = address.rsplit(":", 1)
     with socket.socket() as dialled:

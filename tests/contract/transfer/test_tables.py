@@ -177,8 +177,40 @@ class TestTables:
                 await asyncio.sleep(0)
             return await listing
 
-        rows, total = prefill.rank._loop.run(list_them(), 5.0)
+        rows, more, total = prefill.rank._loop.run(list_them(), 5.0)
         assert [row.key.room for row in rows] == rooms[1:6] and others >= total // 8
+        assert more == rows[-1].key
+
+    def test_rooms_that_go_while_a_page_is_made_end_no_list(
+        self, prefill: RankHost, dial: Dial, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        client = dial(prefill).open()
+        rooms = [next(ROOMS) for _ in range(12)]
+        for room in rooms:
+            client.write(room, [1])
+        core = core_of(prefill)
+        wait_until(lambda: all(RoomKey(room) in core.rooms for room in rooms))
+        monkeypatch.setattr(turns, "PIECE_SECONDS", 0.0)  # each room takes a turn of its own
+        row_of, read = prefill.rank.transfer._row_of, list[int]()
+
+        def one_goes(key: RoomKey) -> Any:
+            """Two of a page are gone when their turn comes."""
+            read.append(key.room)
+            return None if key.room in rooms[2:4] else row_of(key)
+
+        async def list_them() -> list[int]:
+            found, token = list[int](), ""
+            while True:
+                asked = pb.ListRoomsRequest(page_size=5, page_token=token)
+                page = await TransferServicer(prefill.rank.transfer).ListRooms(asked, None)
+                found += [each.room for each in page.rooms]
+                token = page.next_page_token
+                if not token:
+                    return found
+
+        monkeypatch.setattr(prefill.rank.transfer, "_row_of", one_goes)
+        found = prefill.rank._loop.run(list_them(), 10.0)
+        assert [room for room in found if room in rooms] == [*rooms[:2], *rooms[4:]] and read
 
     @pytest.mark.parametrize("slowest", [False, True])
     def test_an_answer_is_made_in_as_many_turns_as_it_takes(

@@ -101,7 +101,7 @@ class Foreign:
 
     async def page_of_rooms(
         self, after: RoomKey, count: int, wanted: Callable[[RoomRow], bool] | None = None
-    ) -> tuple[list[RoomRow], int]:
+    ) -> tuple[list[RoomRow], RoomKey | None, int]:
         raise NotImplementedError
 
     def room(self, key: RoomKey) -> RoomRow | None:
