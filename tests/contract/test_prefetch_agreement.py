@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,22 @@ import grpc
 import pytest
 
 from kvgrpc.client import SyncClient
-from kvgrpc.errors import InvalidRequest, StaleEpoch, WrongRank
-from kvgrpc.model import Layout, RankId, RankRef
-from kvgrpc.prefetch.agreement.leader import LeaderAgreement
+from kvgrpc.errors import InvalidRequest, StaleEpoch, TooManyRequests, WrongRank
+from kvgrpc.model import Layout, RankId, RankRef, Role
+from kvgrpc.prefetch import wire
+from kvgrpc.prefetch.agreement.leader import LeaderAgreement, _Stream
 from kvgrpc.prefetch.agreement.member import JoinedAgreement
 from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, Stop
 from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.protocol.order import Order
+from kvgrpc.prefetch.protocol.votes import Decision, Stage, Vote
 from kvgrpc.prefetch.storage.base import PageBuffers, PageResult, failed
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
+from kvgrpc.wire import layout_to_pb, rank_ref_to_pb
 from tests.support.cache_serving import LIMITS, REPLICATED, SHAPE, CacheRank, hashes_of, open_cache_rank, prompt
-from tests.support.waiting import wait_until
+from tests.support.waiting import until, wait_until
 
 QUICK = replace(LIMITS, agreement_timeout=2.0)
 
@@ -373,14 +377,67 @@ async def test_votes_of_one_message_are_counted_in_many_turns_of_the_loop() -> N
     leader = LeaderAgreement(RankRef(RankId("E"), 1), Layout(tp=2))
     vote = pb.AgreementVote(operation_id="x", stage=pb.AGREEMENT_STAGE_HITS)
     messages = iter([pb.JoinAgreementRequest(votes=[vote] * 1_000)])
+    member = RankId("E", tp=1)
+    stream = leader._streams[member] = _Stream(asyncio.get_running_loop(), 1.0)
 
-    class Stream:
+    class Context:
         async def read(self) -> pb.JoinAgreementRequest | None:
             return next(messages, None)
 
-    reading, others = asyncio.ensure_future(leader._read_all(RankId("E", tp=1), Stream())), 0
+    reading, others = asyncio.ensure_future(leader._read_all(member, stream, Context())), 0
     while not reading.done():
         others += 1
         await asyncio.sleep(0)
     assert others > 4
+    assert leader.close(5.0)
+
+
+class _Member:
+    """A rank's end of a stream whose messages it never reads."""
+
+    def __init__(self, epoch: int) -> None:
+        self.reads = 0
+        self.voted = asyncio.Event()
+        self._said: asyncio.Queue[pb.JoinAgreementRequest] = asyncio.Queue()
+        hello = pb.AgreementHello(
+            member=rank_ref_to_pb(RankRef(RankId("E", tp=1), epoch)), layout=layout_to_pb(Layout(tp=2))
+        )
+        hello.to.rank.engine = "E"
+        self._said.put_nowait(pb.JoinAgreementRequest(hello=hello))
+
+    def say(self, operation_ids: Iterable[str], pages: int) -> None:
+        """Its last word of each."""
+        stage, beat = pb.AGREEMENT_STAGE_COMPLETED, wire.beat_to_pb(time.monotonic())
+        votes = [pb.AgreementVote(operation_id=each, stage=stage, pages=pages, beat=beat) for each in operation_ids]
+        self._said.put_nowait(pb.JoinAgreementRequest(votes=votes))
+
+    async def read(self) -> pb.JoinAgreementRequest:
+        self.reads += 1
+        message = await self._said.get()
+        if message.votes:
+            self.voted.set()
+        return message
+
+    async def write(self, message: pb.JoinAgreementResponse) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_votes_of_a_former_self_decide_nothing_once_its_successor_joined() -> None:
+    leader = LeaderAgreement(RankRef(RankId("E"), 1), Layout(tp=2))
+    former, successor = _Member(epoch=1), _Member(epoch=2)
+    former.say(map(str, range(4_096)), pages=3)
+    old = asyncio.ensure_future(leader.serve(former, Role.PREFILL))
+    await former.voted.wait()
+    new = asyncio.ensure_future(leader.serve(successor, Role.PREFILL))
+    await until(lambda: successor.reads == 2 and (old.done() or former.reads == 3))
+
+    decided: list[Decision] = []
+    leader.vote(Vote("4095", Stage.COMPLETED, 3, Stop.NONE), 30.0, decided.append)
+    assert decided == [], "the successor has not said anything of it"
+    successor.say(["4095"], pages=2)
+    await until(lambda: decided)
+    assert [(each.pages, each.stop) for each in decided] == [(2, Stop.NONE)]
+    with pytest.raises(TooManyRequests, match="a newer one took its place"):
+        await old
+    new.cancel()
     assert leader.close(5.0)

@@ -95,7 +95,8 @@ class LeaderAgreement:
     async def serve(self, context: Any, role: Role) -> None:
         """One rank's stream, on the event loop, until it breaks: then the rank is absent. ``role``: of the replica.
 
-        Raises InvalidRequest, WrongRank, StaleEpoch, IdentityMismatch for a hello that is not right.
+        Raises InvalidRequest, WrongRank, StaleEpoch, IdentityMismatch for a hello that is not right, TooManyRequests
+        when it was too slow or a newer stream of the same rank took its place.
         """
         member = self._member_of(await self._hello(context), role)
         stream = _Stream(asyncio.get_running_loop(), self._doubt / _BEATS)
@@ -109,11 +110,12 @@ class LeaderAgreement:
         self._tell(decisions)
         self._tell_live()
         writing = asyncio.ensure_future(stream.write_all(context.write))
-        reading = asyncio.ensure_future(self._read_all(member, context))
+        reading = asyncio.ensure_future(self._read_all(member, stream, context))
         try:
             done, _ = await asyncio.wait([writing, reading], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+            stream.check()
         finally:
             for task in (writing, reading):
                 task.cancel()
@@ -147,7 +149,8 @@ class LeaderAgreement:
             raise InvalidRequest.of("hello.layout", layout_from_pb(hello.layout), f"the leader's, {self._layout}")
         return speaker.rank
 
-    async def _read_all(self, member: RankId, context: Any) -> None:
+    async def _read_all(self, member: RankId, stream: _Stream, context: Any) -> None:
+        """Counts what comes, until nothing does any more or a newer stream of this rank took the place of this one."""
         while isinstance(message := await context.read(), pb.JoinAgreementRequest):
             if len(message.votes) > MAX_VOTES_OF_A_MESSAGE:
                 text = f"{len(message.votes)} votes"
@@ -155,15 +158,20 @@ class LeaderAgreement:
             for first in range(0, len(message.votes), _VOTES_OF_A_TURN):
                 if first:
                     await next_turn()
-                self._count(member, message.votes[first : first + _VOTES_OF_A_TURN])
+                if not self._count(member, stream, message.votes[first : first + _VOTES_OF_A_TURN]):
+                    return
 
-    def _count(self, member: RankId, messages: Sequence[pb.AgreementVote]) -> None:
+    def _count(self, member: RankId, stream: _Stream, messages: Sequence[pb.AgreementVote]) -> bool:
+        """False, and none of them counts, if a newer stream of this rank took the place of the one they came on."""
         votes = [wire.vote_from_pb(vote) for vote in messages]
         now = time.monotonic()
         with self._lock:
+            if self._streams.get(member) is not stream:
+                return False
             decisions = [each for vote in votes for each in self._core.vote(member, vote, now, _OTHERS_SECONDS)]
         self._tell(decisions)
         self._expire_in_time()
+        return True
 
     def _leave(self, member: RankId, stream: _Stream) -> None:
         with self._lock:
@@ -248,20 +256,24 @@ class _Stream:
         self._ended = True
         self._loop.call_soon_threadsafe(self._wake.set)
 
+    def check(self) -> None:
+        """Raises TooManyRequests once it was too slow, or a newer one took its place."""
+        if self._ended:
+            raise TooManyRequests(
+                "this stream was too slow, or a newer one took its place",
+                metadata={"limit": MAX_WAITING_MESSAGES, "value": len(self._waiting), "scope": "agreement"},
+                retry_after=0.1,
+            )
+
     async def write_all(self, write: Callable[[pb.JoinAgreementResponse], Any]) -> None:
         """Everything that waits as one message, or a beat, until the stream ends.
 
-        Raises TooManyRequests when it was too slow."""
+        Raises TooManyRequests as ``check`` does."""
         while True:
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(self._beat_seconds, self._wake.wait())
             self._wake.clear()
-            if self._ended:
-                raise TooManyRequests(
-                    "this stream was too slow, or a newer one took its place",
-                    metadata={"limit": MAX_WAITING_MESSAGES, "value": len(self._waiting), "scope": "agreement"},
-                    retry_after=0.1,
-                )
+            self.check()
             with self._lock:
                 messages, self._waiting = self._waiting, []
             merged = pb.JoinAgreementResponse(beat=wire.beat_to_pb(time.monotonic()))
