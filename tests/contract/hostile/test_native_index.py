@@ -102,6 +102,8 @@ def test_a_client_certificate_gives_the_role_that_a_name_in_it_ends_in(tmp_path:
         assert status("DNS:router-a", score) == "CREDENTIALS_INVALID"
         assert status("DNS:router-a.consumer", score, Authority(tmp_path, "another")) == "PEER_UNREACHABLE"
         assert status("DNS:router-a.consumer", lambda client: client.drain(0.1)) == "PERMISSION_DENIED"
+        for names in ("URI:spiffe://c/kvgrpc/consumer,DNS:ops.operator", "email:x@y.consumer,DNS:ops.operator"):
+            assert status(names, lambda client: client.drain(0.1)) == "PERMISSION_DENIED", "the first name counts"
         assert status("DNS:a.operator", lambda client: client.drain(0.1)) == "OK"
     finally:
         index.close()

@@ -2,6 +2,7 @@
 
 mod admission;
 mod latency;
+mod names;
 mod proof;
 mod refusals;
 mod service;

@@ -13,6 +13,7 @@ use tonic::codegen::http::{Extensions, HeaderMap};
 use tonic::transport::server::{TcpConnectInfo, TlsConnectInfo};
 use tonic::{Code, Status};
 
+use crate::names::names_in;
 use crate::refusals::refused;
 
 const CLOCK_SKEW_SECONDS: u64 = 60;
@@ -144,22 +145,26 @@ impl Known {
     }
 }
 
-/// By the first DNS or URI name of the caller's certificate that ends in a role, after a dot or a slash or as a whole.
 fn in_certificate(extensions: &Extensions) -> Result<Caller, Status> {
     let certificates = extensions.get::<TlsConnectInfo<TcpConnectInfo>>().and_then(TlsConnectInfo::peer_certs);
     let first = certificates.as_ref().and_then(|chain| chain.first());
-    let names: Vec<String> =
-        first.and_then(|certificate| webpki::EndEntityCert::try_from(certificate).ok()).map_or(Vec::new(), |known| {
-            known.valid_dns_names().chain(known.valid_uri_names()).map(str::to_owned).collect()
-        });
-    let role_of = |name: &str| ROLES.into_iter().find(|role| name.rsplit(['.', '/']).next() == Some(role));
-    let found = names.iter().find_map(|name| role_of(name).map(|role| (role, name)));
-    let Some((role, name)) = found else {
-        let text =
-            "no bearer token, and no DNS or URI name of the client certificate ends in .rank, .consumer or .operator";
-        return Err(unproven(text));
+    let names = match first.map(|certificate| names_in(certificate)) {
+        None => Vec::new(),
+        Some(names) => names.ok_or_else(|| unproven("the names of the client certificate cannot be read"))?,
     };
-    Ok(Caller { role: role.to_owned(), name: format!("certificate {name}") })
+    who_is_named(&names).ok_or_else(|| {
+        let kinds = "no email, DNS or URI name";
+        unproven(&format!(
+            "no bearer token, and {kinds} of the client certificate ends in .rank, .consumer or .operator"
+        ))
+    })
+}
+
+/// By the first name that ends in a role, after a dot or a slash or as a whole.
+fn who_is_named(names: &[String]) -> Option<Caller> {
+    let role_of = |name: &str| ROLES.into_iter().find(|role| name.rsplit(['.', '/']).next() == Some(role));
+    let (role, name) = names.iter().find_map(|name| role_of(name).map(|role| (role, name)))?;
+    Some(Caller { role: role.to_owned(), name: format!("certificate {name}") })
 }
 
 fn unproven(text: &str) -> Status {
@@ -219,3 +224,7 @@ fn is_holder(words: &[&str]) -> bool {
     let is_name = |name: &&str| name.len() <= 128 && name.chars().all(is_of_a_name);
     ROLES.contains(role) && scope.len() <= 1 && scope.iter().all(is_name)
 }
+
+#[cfg(test)]
+#[path = "tests/certificates.rs"]
+mod tests;

@@ -98,10 +98,11 @@ impl Shared {
     }
 
     /// Writes what is known, where a file was named for it; why not is told as what is not followed is. What is not all known
-    /// again would take the place of all that was: the older file is of more use.
+    /// again would take the place of all that was, and so would nothing, as long as the registry is away: the older file is of
+    /// more use.
     pub(crate) async fn save(&self, within: Duration) {
         let Some(path) = self.options.saved.clone() else { return };
-        if self.is_restoring() {
+        if self.is_restoring() || self.directory.lock().following.is_empty() {
             return;
         }
         let cut = self.table.read().cut(Instant::now());
@@ -124,7 +125,7 @@ impl Shared {
     }
 
     /// What did not come back is not waited for any longer.
-    fn forget_saved(&self) {
+    pub(crate) fn forget_saved(&self) {
         let mut directory = self.directory.lock();
         directory.saved = None;
         directory.not_restored.clear();
@@ -224,7 +225,7 @@ async fn look(shared: Arc<Shared>) {
 }
 
 impl Shared {
-    fn hear_registry(self: &Arc<Self>, address: &str, message: pb::WatchEnginesResponse) {
+    pub(crate) fn hear_registry(self: &Arc<Self>, address: &str, message: pb::WatchEnginesResponse) {
         let mut directory = self.directory.lock();
         directory.lacking.remove(address);
         for name in directory.mirror.apply(message) {

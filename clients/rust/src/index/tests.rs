@@ -1,7 +1,10 @@
 //! How fresh what is told of a cache is, what a registry's messages lead to, what is planned, and what is saved.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use tokio::task::AbortHandle;
 
 use crate::index::discovery::{begin as look_for_caches, Shared};
 use crate::index::engines::EngineMirror;
@@ -205,26 +208,43 @@ fn a_prompt_has_its_own_tokens_whatever_the_pages_of_a_cache() {
     assert_eq!(left(77, 16, 90), 0, "it has more than all of the prompt");
 }
 
-#[tokio::test]
-async fn an_index_that_ends_before_it_knows_all_again_keeps_what_was_saved() {
-    let path = std::env::temp_dir().join(format!("kvgrpc-saved-{}", std::process::id()));
+/// An index that saves to `path`, where "a" and "b" lie.
+fn saving_to(path: &Path) -> Arc<Shared> {
     let mut world = World::new();
     world.known("a", "", vec![stored(&[1, 2], "", 16)]);
     world.known("b", "", vec![stored(&[1], "", 16)]);
-    saved::write(&path, world.table.cut(world.now)).unwrap();
-    let before = std::fs::read(&path).unwrap();
-    let shared = Shared::new(IndexOptions {
+    saved::write(path, world.table.cut(world.now)).unwrap();
+    Shared::new(IndexOptions {
         registries: Vec::new(),
         sources: vec!["127.0.0.1:1".into()],
         dial: Arc::new(|address| Dialer::new(address, Options::default())),
-        saved: Some(path.clone()),
-    });
-    shared.save(Duration::from_secs(60)).await;
-    assert_eq!(std::fs::read(&path).unwrap(), before, "it had not read it yet");
-    let looking = tokio::spawn(look_for_caches(shared.clone()));
+        saved: Some(path.to_owned()),
+    })
+}
+
+/// A registry names an engine, which does not answer.
+fn engine_to_follow() -> pb::WatchEnginesResponse {
+    let endpoints = Some(pb::Endpoints { grpc: "127.0.0.1:1".into(), ..Default::default() });
+    changed(1, vec![pb::RankRow { endpoints, ..row(0, 1) }])
+}
+
+async fn until_looked(shared: &Arc<Shared>) -> AbortHandle {
+    let looking = tokio::spawn(look_for_caches(shared.clone())).abort_handle();
     while !shared.has_looked() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
+    looking
+}
+
+#[tokio::test]
+async fn an_index_that_ends_before_it_knows_all_again_keeps_what_was_saved() {
+    let path = std::env::temp_dir().join(format!("kvgrpc-saved-{}", std::process::id()));
+    let shared = saving_to(&path);
+    let before = std::fs::read(&path).unwrap();
+    shared.hear_registry("", engine_to_follow());
+    shared.save(Duration::from_secs(60)).await;
+    assert_eq!(std::fs::read(&path).unwrap(), before, "it had not read it yet");
+    let looking = until_looked(&shared).await;
     // "a" is back, "b" is not.
     let mut again = World::new();
     again.known("a", "", vec![stored(&[1, 2, 3], "", 16)]);
@@ -232,5 +252,23 @@ async fn an_index_that_ends_before_it_knows_all_again_keeps_what_was_saved() {
     shared.save(Duration::from_secs(60)).await;
     assert_eq!(std::fs::read(&path).unwrap(), before, "what was known of b is gone");
     looking.abort();
+    shared.stop();
+    std::fs::remove_file(&path).unwrap();
+}
+
+#[tokio::test]
+async fn an_index_that_follows_nothing_keeps_what_was_saved() {
+    let path = std::env::temp_dir().join(format!("kvgrpc-saved-nothing-{}", std::process::id()));
+    let shared = saving_to(&path);
+    let before = std::fs::read(&path).unwrap();
+    let looking = until_looked(&shared).await;
+    shared.forget_saved();
+    shared.save(Duration::from_secs(60)).await;
+    assert_eq!(std::fs::read(&path).unwrap(), before, "its registry is away, and all that was known is gone");
+    shared.hear_registry("", engine_to_follow());
+    shared.save(Duration::from_secs(60)).await;
+    assert_ne!(std::fs::read(&path).unwrap(), before, "it follows an engine, and saves nothing");
+    looking.abort();
+    shared.stop();
     std::fs::remove_file(&path).unwrap();
 }
