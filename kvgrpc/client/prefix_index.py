@@ -156,8 +156,7 @@ class PrefixIndex:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        # What is not all known again would take the place of all that was: the older file is of more use.
-        if self._file is not None and self._followers and not self._saved:
+        if self._file is not None and self._is_worth_saving():
             await self._file.write(self._table.cut(), SAVE_AT_END_SECONDS)
         await asyncio.gather(*(self._unfollow(cache) for cache in list(self._followers)))
 
@@ -167,7 +166,12 @@ class PrefixIndex:
         self._look()
         while True:
             await asyncio.sleep(SAVE_SECONDS)
-            await file.write(self._table.cut(), SAVE_SECONDS)
+            if self._is_worth_saving():
+                await file.write(self._table.cut(), SAVE_SECONDS)
+
+    def _is_worth_saving(self) -> bool:
+        """False while what was saved is not all known again: the older file is of more use then."""
+        return bool(self._followers) and not self._saved
 
     async def _restore(self, core: FollowerCore, saved: SavedCache) -> None:
         contents = CacheContents(self._table.index, saved.digest.next_sequence)

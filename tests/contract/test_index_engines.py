@@ -222,6 +222,32 @@ async def test_an_index_that_ends_before_it_knows_all_again_keeps_what_was_saved
         assert path.read_bytes() == before
 
 
+async def test_an_index_whose_registry_is_away_keeps_what_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "index"
+    async with Publishing("a") as engine:
+        await engine.store([1, 2])
+        async with PrefixIndex(sources=[engine.address], saved=str(path)) as index:
+            await index.until_current(1)
+    before = path.read_bytes()
+    gone = await Served().start()
+    await gone.stop()
+    monkeypatch.setattr(prefix_index, "SAVE_SECONDS", 0.01)
+    monkeypatch.setattr(prefix_index, "SAVED_KEPT_SECONDS", 0.0)
+    looks, worth = 0, PrefixIndex._is_worth_saving
+
+    def counted(index: PrefixIndex) -> bool:
+        nonlocal looks
+        looks += 1
+        return worth(index)
+
+    monkeypatch.setattr(PrefixIndex, "_is_worth_saving", counted)
+    async with PrefixIndex(registry=gone.address, saved=str(path)):
+        await until(lambda: looks > 3)
+    assert path.read_bytes() == before
+
+
 async def test_a_cache_that_cannot_be_restored_is_followed_from_its_snapshot(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
