@@ -233,7 +233,8 @@ def test_an_honest_pair_hands_over_beside_it(prefill: RankHost, decode: RankHost
         while time.monotonic() < end:
             longest = max(longest, hand_over(prefill, decode))
     assert longest < LONGEST_ROOM_SECONDS
-    assert flood in KEPT_BY_THE_LIBRARY or resident() - before < MOST_BYTES_KEPT
+    # What the flood's connections held goes with them, a moment after they are closed.
+    wait_until(lambda: flood in KEPT_BY_THE_LIBRARY or resident() - before < MOST_BYTES_KEPT)
 
 
 def resident() -> int:
