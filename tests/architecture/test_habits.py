@@ -203,7 +203,7 @@ def test_addresses_are_parsed_in_net_alone() -> None:
 
 
 # Each engine's adapter has its own of them, and nobody meets two at once.
-NAMES_OF_TWO = {"KvGrpcPublisher", "EngineProcess", "Worker"}
+NAMES_OF_TWO = {"KvGrpcPublisher", "Worker"}
 
 
 def test_a_class_name_means_one_thing() -> None:

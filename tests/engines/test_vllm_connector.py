@@ -35,7 +35,7 @@ from kvgrpc.engines.vllm.bootstrap import Bootstrap
 from kvgrpc.engines.vllm.groups import Group, groups_of
 from kvgrpc.engines.vllm.handoffs import Handoffs, Receive, Send
 from kvgrpc.engines.vllm.limits import check_supported
-from kvgrpc.engines.vllm.rank import EngineProcess, bootstrap_address, model_of, pools_of, rank_config
+from kvgrpc.engines.vllm.rank import WorkerProcess, bootstrap_address, model_of, pools_of, rank_config
 from kvgrpc.engines.vllm.reached import reached
 from kvgrpc.engines.vllm.scheduler import DECODE, UNUSED, Scheduler
 from kvgrpc.engines.vllm.stats import TransferStats
@@ -445,15 +445,15 @@ def test_memory_that_is_not_block_behind_block_is_refused(cache: torch.Tensor) -
         pools_of({"l": cache}, engine(), cache_config(attention()), 0)
 
 
-def rank(place: EngineProcess) -> Any:
+def rank(place: WorkerProcess) -> Any:
     (pool,) = pools_of({"l": torch.zeros(8, 4, BLOCK, 16)}, engine(), cache_config(attention()), 0)
     assert pool.axes == "head,token,dim"
     return rank_config(place, [pool], model_of(engine(), pool, place))
 
 
 def test_prefill_serves_its_registry_where_proxies_of_vllms_mooncake_connector_look() -> None:
-    place = EngineProcess(engine(), 0, {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "9000"})
-    assert place.serves_registry and not EngineProcess(engine(), 1, {}).serves_registry
+    place = WorkerProcess(engine(), 0, {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "9000"})
+    assert place.serves_registry and not WorkerProcess(engine(), 1, {}).serves_registry
     config = rank(place)
     assert (config.role, config.registry, config.engine) == (Role.PREFILL, "127.0.0.1:9000", "127.0.0.1-9000")
     assert config.listen == "127.0.0.1:0"
@@ -461,7 +461,7 @@ def test_prefill_serves_its_registry_where_proxies_of_vllms_mooncake_connector_l
 
 def test_replicas_of_a_dense_model_have_the_next_bootstrap_ports() -> None:
     """vLLM tells each that there is one replica, and its index."""
-    (first, second) = (EngineProcess(engine(data_parallel_index=index), 0, {}) for index in range(2))
+    (first, second) = (WorkerProcess(engine(data_parallel_index=index), 0, {}) for index in range(2))
     assert (first.bootstrap, second.bootstrap) == ("127.0.0.1:8998", "127.0.0.1:8999")
     assert rank(first).engine != rank(second).engine
     check_supported(engine(data_parallel_index=1), cache_config(attention()))
@@ -471,7 +471,7 @@ def test_a_worker_of_both_roles_has_two_ranks_and_the_ports_of_the_settings_once
     environment = {"KVGRPC_LISTEN": "127.0.0.1:9100", "KVGRPC_METRICS_LISTEN": "127.0.0.1:9101"}
     config = engine("kv_both")
     prefill, decode = (
-        rank(EngineProcess(config, 0, environment, role)) for role in EngineProcess(config, 0, environment).roles
+        rank(WorkerProcess(config, 0, environment, role)) for role in WorkerProcess(config, 0, environment).roles
     )
     assert (prefill.role, prefill.listen, prefill.registry) == (Role.PREFILL, "127.0.0.1:9100", "127.0.0.1:8998")
     assert (decode.role, decode.listen, decode.registry) == (Role.DECODE, "127.0.0.1:0", "")
@@ -493,20 +493,20 @@ def test_prefill_answers_the_address_that_others_dial(environment: dict[str, str
 
 def test_settings_come_from_extra_config_over_the_environment() -> None:
     extra = {"bootstrap_port": 9001, "device": "mlx5_0", "resolve_timeout": "5"}
-    place = EngineProcess(engine(extra=extra), 0, {"VLLM_HOST_IP": "10.0.0.1", "KVGRPC_DEVICE": "tcp"})
+    place = WorkerProcess(engine(extra=extra), 0, {"VLLM_HOST_IP": "10.0.0.1", "KVGRPC_DEVICE": "tcp"})
     config = rank(place)
     assert (config.device, config.resolve_timeout, config.registry) == ("mlx5_0", 5.0, "10.0.0.1:9001")
 
 
 def test_both_sides_say_which_model_they_run() -> None:
-    assert rank(EngineProcess(engine(), 0, {})).model == ModelIdentity("tiny", "abc", "float32", Attention.MHA)
-    assert rank(EngineProcess(engine(extra={"model_name": "ours"}), 0, {})).model.name == "ours"
-    assert rank(EngineProcess(engine(), 0, {"KVGRPC_MODEL_NAME": "ours"})).model.name == "ours"
+    assert rank(WorkerProcess(engine(), 0, {})).model == ModelIdentity("tiny", "abc", "float32", Attention.MHA)
+    assert rank(WorkerProcess(engine(extra={"model_name": "ours"}), 0, {})).model.name == "ours"
+    assert rank(WorkerProcess(engine(), 0, {"KVGRPC_MODEL_NAME": "ours"})).model.name == "ours"
 
 
 def test_an_external_registry_is_asked_for_prefill_by_its_name() -> None:
     environment = {"KVGRPC_REGISTRY": "10.0.0.5:9000"}
-    prefill, decode = EngineProcess(engine(), 0, environment), EngineProcess(engine("kv_consumer"), 0, environment)
+    prefill, decode = WorkerProcess(engine(), 0, environment), WorkerProcess(engine("kv_consumer"), 0, environment)
     assert not prefill.serves_registry and rank(prefill).registry == "10.0.0.5:9000"
     assert decode.external == "10.0.0.5:9000" and rank(decode).registry == ""
     assert rank(decode).bootstrap_allow == ("10.0.0.5",)
@@ -515,7 +515,7 @@ def test_an_external_registry_is_asked_for_prefill_by_its_name() -> None:
 @pytest.mark.parametrize("extra", [{"bootstrap_port": "x"}, {"bootstrap_port": 0}, {"no_such_key": 1}])
 def test_a_setting_that_cannot_be_is_named(extra: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(extra))):
-        EngineProcess(engine(extra=extra), 0, {})
+        WorkerProcess(engine(extra=extra), 0, {})
 
 
 def test_a_bootstrap_port_that_others_reach_in_plaintext_is_not_opened() -> None:

@@ -88,7 +88,7 @@ def worker_with(monkeypatch: pytest.MonkeyPatch, *pools: str, rank: Any = None) 
     rank = rank or SimpleNamespace(transfer=object(), ref="rank", address="127.0.0.1:1")
     for name, value in {
         "get_tensor_model_parallel_rank": 0,
-        "EngineProcess": place,
+        "WorkerProcess": place,
         "pools_of": [SimpleNamespace(name=name, page_bytes=PAGE_BYTES) for name in pools],
         "model_of": None,
         "rank_config": None,

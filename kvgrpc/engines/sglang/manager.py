@@ -17,7 +17,7 @@ from kvgrpc.engines.addresses import bracketed, loopback_for
 from kvgrpc.engines.identity import MODEL_NAME, identity
 from kvgrpc.engines.sglang.held import RoomsAwaitingRelease
 from kvgrpc.engines.sglang.limits import check_supported, is_set, page_layout
-from kvgrpc.engines.sglang.rank import SLIDING_WINDOW, EngineProcess, external_registry, rank_config
+from kvgrpc.engines.sglang.rank import SLIDING_WINDOW, SchedulerProcess, external_registry, rank_config
 from kvgrpc.model import Layout, Role
 from kvgrpc.server import open_rank
 
@@ -104,13 +104,13 @@ class EveryPrefill:
         return _Prefill()
 
 
-def _place(role: Role, kv_args: Any, mla: bool) -> EngineProcess:
+def _place(role: Role, kv_args: Any, mla: bool) -> SchedulerProcess:
     parallel, serving, disagg = get_parallel(), get_serving(), get_disagg()
     model = process_model_config()
     name = os.environ.get(MODEL_NAME, "")
     attention_dp = parallel.attn_dp_size > 1
     head = NetworkAddress.parse(parallel.dist_init_addr).resolved().host if parallel.dist_init_addr else serving.host
-    return EngineProcess(
+    return SchedulerProcess(
         role=role,
         layout=Layout(dp=parallel.attn_dp_size if attention_dp else parallel.dp_size, tp=parallel.attn_tp_size),
         dp=parallel.attn_dp_rank if attention_dp else parallel.dp_rank or 0,

@@ -18,7 +18,7 @@ SLIDING_WINDOW = "swa"
 
 
 @dataclass(frozen=True, slots=True)
-class EngineProcess:
+class SchedulerProcess:
     """Where a scheduler process stands: sizes and ranks of its engine, and how it is reached.
 
     ``host`` is what SGLang's HTTP server binds; ``local_ip`` is what others dial when that is a wildcard.
@@ -43,7 +43,7 @@ class EngineProcess:
     page_layout: str = "nhd"
 
 
-def rank_config(kv_args: Any, place: EngineProcess, plane: DataPlane | None = None) -> RankConfig:
+def rank_config(kv_args: Any, place: SchedulerProcess, plane: DataPlane | None = None) -> RankConfig:
     """The rank to open: KVGRPC_… of the environment over what SGLang says, but never over its memory and coordinates.
 
     ``plane``: a data plane that shares SGLang's Mooncake engine. Raises InvalidRequest for a setting that cannot be.
@@ -80,7 +80,7 @@ def external_registry() -> str:
     return str(settings().get("registry", ""))
 
 
-def reachable(place: EngineProcess) -> tuple[str, str]:
+def reachable(place: SchedulerProcess) -> tuple[str, str]:
     """Returns which address to bind, and which one to give to peers."""
     return place.host, place.local_ip if is_wildcard(place.host) else place.host
 
@@ -89,7 +89,7 @@ def _host(address: str) -> tuple[str, ...]:
     return (split(address)[0],) if address else ()
 
 
-def pools(kv_args: Any, place: EngineProcess) -> tuple[Pool, ...]:
+def pools(kv_args: Any, place: SchedulerProcess) -> tuple[Pool, ...]:
     """The KV cache, and that of layers with a sliding window where SGLang keeps it apart, in pages of other numbers."""
     kv = Entries(kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens)
     names = regions_of(len(kv.items), getattr(kv_args, "num_draft_entries", 0), place.kv_heads)
@@ -119,7 +119,7 @@ def _pool(
     layout: str,
     total: int,
     kv_args: Any,
-    place: EngineProcess,
+    place: SchedulerProcess,
 ) -> Pool:
     """One region an entry, in SGLang's order, which both sides share; a page is ``page_size`` tokens."""
     tp = place.layout.tp

@@ -19,7 +19,7 @@ from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import EventPublisher, EventPublisherFactory
 
 from kvgrpc.engines.addresses import engine_name, for_rank
-from kvgrpc.engines.vllm.rank import EngineProcess
+from kvgrpc.engines.vllm.rank import WorkerProcess
 from kvgrpc.engines.vllm_plugin import LISTEN
 from kvgrpc.events import EventsConfig, open_publisher
 from kvgrpc.events.config import keys_of
@@ -60,7 +60,7 @@ def of_environment(environment: Mapping[str, str]) -> Serving:
 def publish_with_kvgrpc(config: Any) -> None:
     """Called before vLLM's scheduler makes its publisher: it will make ours, where it would make its ZMQ one and
     ``events_listen`` says where to serve the replay."""
-    events, place = config.kv_events_config, EngineProcess(config, 0, os.environ)
+    events, place = config.kv_events_config, WorkerProcess(config, 0, os.environ)
     if not place.events_listen or not events.enable_kv_cache_events or events.publisher != "zmq":
         return
     serving = Serving(place.name, place.events_listen, place.events, place.configured)

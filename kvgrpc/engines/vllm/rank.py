@@ -32,7 +32,7 @@ _CONTENT = {
 }
 
 
-class EngineProcess:
+class WorkerProcess:
     """Where a worker stands: role, rank and addresses, from vLLM's configuration and ours over it.
 
     ``role``: which of the two ranks of a worker with kv_role kv_both; else what the kv_role says.
@@ -75,7 +75,7 @@ class EngineProcess:
         return keys_of(self.configured.pop("events", None))
 
 
-def rank_config(place: EngineProcess, pools: Sequence[Pool], model: ModelIdentity) -> RankConfig:
+def rank_config(place: WorkerProcess, pools: Sequence[Pool], model: ModelIdentity) -> RankConfig:
     """The rank to open: KVGRPC_… and kv_connector_extra_config over what vLLM says, but not over memory and place."""
     configured = dict(place.configured)
     if place.role is not place.roles[0]:  # the worker's other rank has those ports
@@ -135,7 +135,7 @@ def bootstrap_address(text: str) -> str:
     return re.sub(r"^[a-z]+://", "", text.strip()).rstrip("/")
 
 
-def model_of(config: Any, pool: Pool, place: EngineProcess) -> ModelIdentity:
+def model_of(config: Any, pool: Pool, place: WorkerProcess) -> ModelIdentity:
     """Returns what the engine runs, as the other side compares it."""
     model = config.model_config
     return identity(model.model, model.revision, pool.dtype, pool.dtype, model.use_mla, place.model_name)

@@ -19,7 +19,7 @@ from kvgrpc.engines.addresses import registry_of
 from kvgrpc.engines.vllm.bootstrap import Bootstrap
 from kvgrpc.engines.vllm.groups import KV
 from kvgrpc.engines.vllm.handoffs import Handoffs, Receive
-from kvgrpc.engines.vllm.rank import EngineProcess, bootstrap_address, model_of, pools_of, rank_config
+from kvgrpc.engines.vllm.rank import WorkerProcess, bootstrap_address, model_of, pools_of, rank_config
 from kvgrpc.engines.vllm.rooms import Receiving, Sending
 from kvgrpc.engines.vllm.stats import TransferStats
 from kvgrpc.model import Role
@@ -36,7 +36,7 @@ class Worker:
 
     def __init__(self, config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor]) -> None:
         tp_rank = get_tensor_model_parallel_rank()
-        place = EngineProcess(config, tp_rank, os.environ)
+        place = WorkerProcess(config, tp_rank, os.environ)
         pools = pools_of(caches, config, kv_cache_config, tp_rank)
         self._external = place.external
         self._page_bytes = {pool.name: pool.page_bytes for pool in pools}
@@ -58,7 +58,7 @@ class Worker:
         self._transfers: dict[Role, Any] = {}
         try:
             for role in place.roles:
-                own = EngineProcess(config, tp_rank, os.environ, role)
+                own = WorkerProcess(config, tp_rank, os.environ, role)
                 self._open(role, rank_config(own, pools, model_of(config, pools[0], own)))
         except BaseException:
             self.close()

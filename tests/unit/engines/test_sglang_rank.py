@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvgrpc.engines.addresses import engine_name, registry_of
-from kvgrpc.engines.sglang.rank import EngineProcess, rank_config, regions_of
+from kvgrpc.engines.sglang.rank import SchedulerProcess, rank_config, regions_of
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Attention, Layout, ModelIdentity, Role
 from kvgrpc.server import AuxBuffer
@@ -37,8 +37,10 @@ def kv_args(**more: Any) -> SimpleNamespace:
 MODEL = ModelIdentity("tiny", "abc", "float16", Attention.MHA)
 
 
-def place(role: Role = Role.PREFILL, host: str = "127.0.0.1", device: str = "cpu", kv_heads: int = 0) -> EngineProcess:
-    return EngineProcess(
+def place(
+    role: Role = Role.PREFILL, host: str = "127.0.0.1", device: str = "cpu", kv_heads: int = 0
+) -> SchedulerProcess:
+    return SchedulerProcess(
         role=role,
         layout=Layout(dp=2, tp=4),
         dp=1,
