@@ -107,7 +107,7 @@ class RankConfig:
     for each of them and taken when it comes; 0: each slice is a write (docs/topology.md)."""
     tracing: bool = False
     """Whether each hand-off is a span of OpenTelemetry; the engine sets up an SDK with its exporter
-    (docs/watch.md), and without opentelemetry-api there is none."""
+    (docs/watch/tracing.md), and without opentelemetry-api there is none."""
     silent_timeout: Annotated[float, least_above_zero(5.0, LONGEST_TIMEOUT_SECONDS, unit="seconds")] = 0.0
     """Seconds after which a peer whose connection stands and that says nothing is given up, with its rooms (its
     interpreter may be held, by a compiler for example); 0: ``timing.idle_timeout``, 60 s. Never longer than a room may

@@ -522,7 +522,7 @@ async def services(channel: Any) -> list[str]:
 def test_a_refused_handshake_is_a_line_of_the_c_core_alone(
     tmp_path: Path, environment: dict[str, str], said: bool
 ) -> None:
-    """As docs/operations.md tells operators: no other place shows it."""
+    """As docs/watch/log.md tells operators: no other place shows it."""
     server = Authority(tmp_path).sign("localhost", "IP:127.0.0.1")
     inherited = {key: value for key, value in os.environ.items() if key not in ("GRPC_VERBOSITY", "GRPC_TRACE")}
     command = [sys.executable, "-m", "kvgrpc", "serve", "registry", "--listen", "127.0.0.1:0"]

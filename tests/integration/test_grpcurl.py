@@ -201,7 +201,7 @@ def test_nonsense_gets_a_typed_error(
     assert (info["reason"], info["domain"]) == (f"ERROR_REASON_{reason}", "kvgrpc.dev")
 
 
-OPERATIONS = (ROOT / "docs/watch.md").read_text()
+OPERATIONS = (ROOT / "docs/watch/grpcurl.md").read_text()
 QUESTIONS = OPERATIONS.split("<!-- questions -->")[1].split("<!-- end of questions -->")[0]
 LINES = {row.split("|")[1].strip(): row.split("`")[-2] for row in QUESTIONS.splitlines() if "grpcurl" in row}
 
@@ -239,7 +239,7 @@ def protoset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def typed(grpcurl: Path, running: Running, index: str) -> Any:
-    """What a line of docs/watch.md prints, with the addresses of here."""
+    """What a line of docs/watch/grpcurl.md prints, with the addresses of here."""
 
     def run(question: str, *options: str, engine: str = "P") -> Any:
         (line,) = [line for name, line in LINES.items() if name.startswith(question)]
