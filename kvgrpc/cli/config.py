@@ -36,7 +36,7 @@ def check(file: str) -> None:
 @config.command()
 def show() -> None:
     """Show the settings that a rank started from here would have, and where each comes from."""
-    from kvgrpc.cli.server import show_settings
+    from kvgrpc.cli.fleet.server import show_settings
     from kvgrpc.server.description import settings_in_force
 
     show_settings("a rank started here", settings_in_force(_configured(os.environ)))

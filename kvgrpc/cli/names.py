@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from google.protobuf.duration_pb2 import Duration
 
-    from kvgrpc.v1 import common_pb2
+    from kvgrpc.v1 import common_pb2, prefetch_service_pb2
 
 
 def value_name(kind: Any, value: int) -> str:
@@ -38,6 +38,13 @@ def role_name(role: common_pb2.Role.ValueType) -> str:
     from kvgrpc.v1 import common_pb2
 
     return "" if not role else value_name(common_pb2.Role, role).lower()
+
+
+def tier_name(use: prefetch_service_pb2.CacheTierUse) -> str:
+    """ "host", "storage" and the like."""
+    from kvgrpc.v1 import common_pb2
+
+    return value_name(common_pb2.Tier, use.tier).lower()
 
 
 def reason_name(failure: common_pb2.Failure) -> str:

@@ -10,7 +10,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from kvgrpc.cli.registry import show_changes
+from kvgrpc.cli.fleet.registry import show_changes
 from kvgrpc.client import Client
 from kvgrpc.client.engine_mirror import EngineMirror
 from kvgrpc.errors import InvalidRequest, ServerDraining, TooManyRequests

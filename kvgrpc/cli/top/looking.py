@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvgrpc.cli.fleet import unanswered
+from kvgrpc.cli.fleet.tables import unanswered
 from kvgrpc.cli.names import rank_name, reason_name, role_name, seconds_of
 from kvgrpc.cli.output import milliseconds
 

@@ -6,8 +6,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvgrpc.cli.names import incarnation_name, rank_name, reason_name, role_name, seconds_of, value_name
+from kvgrpc.cli.rooms.why import next_step
 from kvgrpc.cli.view.state import ANSWER_SECONDS
-from kvgrpc.cli.why import next_step
 from kvgrpc.errors import RoomNotFound
 from kvgrpc.v1 import transfer_service_pb2 as pb
 

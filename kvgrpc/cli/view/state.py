@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvgrpc.cli.cache import tier_name
-from kvgrpc.cli.names import rank_name, reason_name, role_name, seconds_of, value_name
+from kvgrpc.cli.names import rank_name, reason_name, role_name, seconds_of, tier_name, value_name
 from kvgrpc.errors import FeatureDisabled
 from kvgrpc.net import split
 from kvgrpc.v1 import common_pb2, prefetch_service_pb2, pull_service_pb2

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvgrpc.cli import doctor
+from kvgrpc.cli.doctor import command as doctor
 from kvgrpc.dataplane.mooncake.start import adopt_engine
 from kvgrpc.errors import InvalidRequest
 from tests.unit.dataplane.test_mooncake_start import FakeEngine, clean, start

@@ -8,7 +8,7 @@ import math
 import msgspec
 import pytest
 
-from kvgrpc.cli.batches import batch_as_json, batch_as_text
+from kvgrpc.cli.events.batches import batch_as_json, batch_as_text
 from kvgrpc.cli.failures import explain
 from kvgrpc.cli.output import show_json, show_record, show_table
 from kvgrpc.errors import InvalidRequest

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from kvgrpc.cli import cache, index, names, prefetch, rooms
-from kvgrpc.cli.index import STATES
+from kvgrpc.cli import names
+from kvgrpc.cli.cache import prefetch
+from kvgrpc.cli.events import index
+from kvgrpc.cli.events.index import STATES
+from kvgrpc.cli.rooms import command as rooms
 from kvgrpc.v1 import common_pb2, index_service_pb2, prefetch_service_pb2, transfer_service_pb2
 
 NEWER = 99
@@ -14,7 +17,7 @@ def test_a_value_is_shown_without_the_name_of_its_kind() -> None:
     assert rooms.session_state_name(transfer_service_pb2.SESSION_STATE_OPEN) == "OPEN"
     assert rooms.writes_name(transfer_service_pb2.WRITES_SETTLED) == "SETTLED"
     assert names.role_name(common_pb2.ROLE_PREFILL) == "prefill"
-    assert cache.tier_name(prefetch_service_pb2.CacheTierUse(tier=common_pb2.TIER_HOST)) == "host"
+    assert names.tier_name(prefetch_service_pb2.CacheTierUse(tier=common_pb2.TIER_HOST)) == "host"
 
 
 def test_a_value_that_only_a_newer_server_knows_is_shown_by_its_number() -> None:

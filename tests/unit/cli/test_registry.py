@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvgrpc.cli.registry import change_lines, missing_streams, with_rows
+from kvgrpc.cli.fleet.registry import change_lines, missing_streams, with_rows
 from kvgrpc.client import Engines
 from kvgrpc.errors import EngineNotFound
 from kvgrpc.v1 import registry_service_pb2 as pb

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvgrpc.cli import prompt_pages
+from kvgrpc.cli.cache import prompt_pages
 from kvgrpc.cli.main import main
 
 

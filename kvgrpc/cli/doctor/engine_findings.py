@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from kvgrpc.cli.finding import Finding
+from kvgrpc.cli.doctor.finding import Finding
 from kvgrpc.engines.compatibility import ENGINES, is_tried, missing, version_of
 
 # vLLM and SGLang import torch, on a cold disk.
@@ -20,7 +20,7 @@ _ANSWER = "kvgrpc found: "
 
 def engine_findings(name: str) -> list[Finding]:
     """Looks in a process of its own: an engine's modules start what they like, and may end it."""
-    look = f"from kvgrpc.cli.engine_findings import print_findings; print_findings({name!r})"
+    look = f"from kvgrpc.cli.doctor.engine_findings import print_findings; print_findings({name!r})"
     try:
         ran = subprocess.run(
             [sys.executable, "-c", look], capture_output=True, text=True, errors="replace", timeout=LOOK_SECONDS

@@ -16,9 +16,9 @@ import click
 
 import kvgrpc
 from kvgrpc.cli.connection import OF_A_REGISTRY, ConnectionOptions, with_connection
-from kvgrpc.cli.engine_findings import engine_findings
-from kvgrpc.cli.finding import Finding
-from kvgrpc.cli.fleet_findings import fleet_findings
+from kvgrpc.cli.doctor.engine_findings import engine_findings
+from kvgrpc.cli.doctor.finding import Finding
+from kvgrpc.cli.doctor.fleet_findings import fleet_findings
 from kvgrpc.cli.output import show_table, size
 from kvgrpc.engines.compatibility import ENGINES
 from kvgrpc.errors import KvGrpcError
@@ -106,7 +106,7 @@ def plane(name: str, purpose: str) -> Finding:
 
     Mooncake complains there when all is well, and ends the process over some faults.
     """
-    check = f"from kvgrpc.cli.doctor import open_and_close; open_and_close({name!r})"
+    check = f"from kvgrpc.cli.doctor.command import open_and_close; open_and_close({name!r})"
     try:
         ran = subprocess.run(
             [sys.executable, "-c", check], capture_output=True, text=True, errors="replace", timeout=PLANE_SECONDS

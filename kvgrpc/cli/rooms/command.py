@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvgrpc.cli.connection import calls_a_rank, json_option
-from kvgrpc.cli.fleet import fleet_option, show_fleet
+from kvgrpc.cli.fleet.tables import fleet_option, show_fleet
 from kvgrpc.cli.names import incarnation_name, rank_name, reason_name, role_name, seconds_of, value_name
 from kvgrpc.cli.output import milliseconds, seconds, show_json, show_record, show_table, size
 

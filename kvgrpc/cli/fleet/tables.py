@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvgrpc.cli.connection import calls_a_registry, json_option
-from kvgrpc.cli.names import rank_name
+from kvgrpc.cli.names import rank_name, tier_name
 from kvgrpc.cli.output import show_table, size
 
 if TYPE_CHECKING:
@@ -81,8 +81,6 @@ def caches(client: SyncClient, as_json: bool) -> None:
             return []
 
     def row(found: prefetch_service_pb2.GetCacheInfoResponse) -> Sequence[object]:
-        from kvgrpc.cli.cache import tier_name
-
         tiers = ", ".join(_fill(tier_name(use), use) for use in found.tiers)
         storage = found.storage_backend or "none"
         healthy = "" if not found.storage_backend else "ok" if found.storage_healthy else found.storage_detail

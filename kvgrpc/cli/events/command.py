@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvgrpc.cli.batches import show_batch
 from kvgrpc.cli.connection import calls_a_rank, json_option
-from kvgrpc.cli.contents import COMMANDS as CONTENTS
-from kvgrpc.cli.contents import names_a_cache
-from kvgrpc.cli.index import follow, score, sources
+from kvgrpc.cli.events.batches import show_batch
+from kvgrpc.cli.events.contents import COMMANDS as CONTENTS
+from kvgrpc.cli.events.contents import names_a_cache
+from kvgrpc.cli.events.index import follow, score, sources
+from kvgrpc.cli.events.plan import plan
+from kvgrpc.cli.events.publisher import calls_a_publisher
 from kvgrpc.cli.names import incarnation_name
 from kvgrpc.cli.output import show_json, show_table, size
-from kvgrpc.cli.plan import plan
-from kvgrpc.cli.publisher import calls_a_publisher
 from kvgrpc.observability.logging import one_line
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvgrpc.cli.cache.prompt_pages import names_pages
 from kvgrpc.cli.connection import Seconds, calls_a_cache, json_option
 from kvgrpc.cli.names import reason_name, seconds_of, value_name
 from kvgrpc.cli.output import show_json, show_record, show_table, size
-from kvgrpc.cli.prompt_pages import names_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvgrpc.cli.connection import calls_an_index, json_option
-from kvgrpc.cli.index import names_a_prompt, prompt_of
+from kvgrpc.cli.events.index import names_a_prompt, prompt_of
 from kvgrpc.cli.names import seconds_of
 from kvgrpc.cli.output import seconds, show_json, show_table
 

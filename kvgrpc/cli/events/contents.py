@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvgrpc.cli.batches import name_and_hashes, read_batch, show_batch
 from kvgrpc.cli.connection import Seconds, json_option
-from kvgrpc.cli.follower_state import held, standing_fields
+from kvgrpc.cli.events.batches import name_and_hashes, read_batch, show_batch
+from kvgrpc.cli.events.follower_state import held, standing_fields
+from kvgrpc.cli.events.publisher import calls_a_publisher
 from kvgrpc.cli.output import seconds, show_table, size
-from kvgrpc.cli.publisher import calls_a_publisher
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient

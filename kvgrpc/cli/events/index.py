@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvgrpc.cli.connection import calls_an_index, json_option
-from kvgrpc.cli.contents import check_served, names_a_cache
-from kvgrpc.cli.follower_state import held, standing_fields
+from kvgrpc.cli.events.contents import check_served, names_a_cache
+from kvgrpc.cli.events.follower_state import held, standing_fields
+from kvgrpc.cli.events.publisher import calls_a_publisher
 from kvgrpc.cli.names import seconds_of, value_name
 from kvgrpc.cli.output import seconds, show_json, show_table
-from kvgrpc.cli.publisher import calls_a_publisher
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient, SyncEventFollower

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvgrpc.cli.cache.prompt_pages import names_pages
 from kvgrpc.cli.connection import Seconds, calls_a_cache, json_option
-from kvgrpc.cli.names import incarnation_name, value_name
+from kvgrpc.cli.names import incarnation_name, tier_name
 from kvgrpc.cli.output import show_json, show_record, show_table, size
-from kvgrpc.cli.prompt_pages import names_pages
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient
@@ -113,10 +113,3 @@ def pin(client: SyncClient, as_json: bool, pages: prefetch_service_pb2.PromptPag
     if as_json:
         return show_json(found)
     show_record("Pinned", [("pages", found.pinned_pages), ("until", found.until.ToJsonString())])
-
-
-def tier_name(use: prefetch_service_pb2.CacheTierUse) -> str:
-
-    from kvgrpc.v1 import common_pb2
-
-    return value_name(common_pb2.Tier, use.tier).lower()

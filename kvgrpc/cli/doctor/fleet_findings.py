@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvgrpc.cli.finding import Finding
+from kvgrpc.cli.doctor.finding import Finding
 from kvgrpc.cli.names import rank_name, value_name
 from kvgrpc.net import split
 

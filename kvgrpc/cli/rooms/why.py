@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from kvgrpc.cli.connection import calls_a_registry, json_option
-from kvgrpc.cli.fleet import unanswered
+from kvgrpc.cli.fleet.tables import unanswered
 from kvgrpc.cli.names import incarnation_name, rank_name, role_name
 from kvgrpc.cli.output import show_record, show_table
-from kvgrpc.cli.rooms import ATTEMPT, ROOM, failure_fields, room_row
+from kvgrpc.cli.rooms.command import ATTEMPT, ROOM, failure_fields, room_row
 from kvgrpc.errors import Reason, RoomNotFound
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvgrpc.cli.connection import calls_a_rank, json_option
-from kvgrpc.cli.fleet import fleet_option, show_fleet
+from kvgrpc.cli.fleet.tables import fleet_option, show_fleet
 from kvgrpc.cli.names import incarnation_name, reason_name, value_name
 from kvgrpc.cli.output import seconds, show_json, show_table, size
 from kvgrpc.errors import FeatureDisabled

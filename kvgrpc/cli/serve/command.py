@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvgrpc.cli.connection import DEFAULT_SERVER, FILE, Seconds
-from kvgrpc.cli.contents import DP
-from kvgrpc.cli.native import become_native
+from kvgrpc.cli.events.contents import DP
+from kvgrpc.cli.serve.native import become_native
 
 if TYPE_CHECKING:
     from kvgrpc.server import EventRelay, IndexServer, RegistryServer

@@ -1,0 +1,1 @@
+"""Pages in caches: tiers, prefetches, pulls."""

@@ -1,0 +1,1 @@
+"""``kvgrpc doctor``: this machine, the engine that is installed here, the ranks of a fleet."""

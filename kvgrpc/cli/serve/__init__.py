@@ -1,0 +1,1 @@
+"""``kvgrpc serve``: processes that need no engine of ours."""
