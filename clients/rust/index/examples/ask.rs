@@ -68,7 +68,7 @@ async fn ask(plan: Arc<Plan>, task: u64, channel: AuthorizedChannel) -> Result<V
         if due >= plan.end {
             break;
         }
-        tokio::time::sleep_until(due).await;
+        until(due).await?;
         let chains: Vec<u64> = (0..plan.batch).map(|_| random.u64(..plan.layout.chains())).collect();
         let prompts = chains.iter().map(|chain| prompt(*chain)).collect();
         let request = ScoreRequest { prompts, max_scores: plan.most, ..Default::default() };
@@ -84,6 +84,15 @@ async fn ask(plan: Arc<Plan>, task: u64, channel: AuthorizedChannel) -> Result<V
         }
     }
     Ok(took)
+}
+
+/// Timers of tokio wait for whole milliseconds, which are many questions.
+async fn until(due: Instant) -> Result<(), String> {
+    let left = due.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return Ok(());
+    }
+    tokio::task::spawn_blocking(move || std::thread::sleep(left)).await.map_err(|error| error.to_string())
 }
 
 fn prompt(chain: u64) -> ScorePrompt {

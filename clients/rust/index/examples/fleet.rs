@@ -9,7 +9,8 @@ use kvgrpc::pb::event_service_server::{EventService, EventServiceServer};
 use kvgrpc::pb::{self, watch_response::Kind, WatchMode, WatchResponse};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc::Sender;
-use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status};
 
 #[path = "support/layout.rs"]
@@ -140,5 +141,5 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("{}", listener.local_addr()?);
     let service = EventServiceServer::new(Serving(Arc::new(fleet)));
     let server = tonic::transport::Server::builder().tcp_nodelay(true).add_service(service);
-    Ok(server.serve_with_incoming(TcpListenerStream::new(listener)).await?)
+    Ok(server.serve_with_incoming(TcpIncoming::from(listener).with_nodelay(Some(true))).await?)
 }
