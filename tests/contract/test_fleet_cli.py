@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvgrpc.cli.main import main
+from kvgrpc.client import SyncClient
 from kvgrpc.server import RegistryServer
 from tests.support.rank_host import RankHost, RankProcess
 from tests.support.waiting import wait_until
@@ -71,6 +73,19 @@ def test_all_ranks_are_shown_and_a_dead_one_says_so(
     code, out, _ = kvgrpc(*command, "-s", registry, "--timeout", "2")
     assert code == 0
     assert [word for word in (*seen, "no answer: PEER_UNREACHABLE") if word not in out] == []
+
+
+def test_a_watched_table_is_shown_anew_until_it_is_ended(registry: str) -> None:
+    with SyncClient(registry) as client:
+        (engine,) = [engine for engine in client.list_engines(include_rows=True) if engine.name == "D"]
+    words = [sys.executable, "-m", "kvgrpc", "rooms", "--watch", "-s", engine.rows[0].endpoints.grpc]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        titles = (line for line in watching.stdout if line.startswith("Rooms of "))
+        assert next(titles) == next(titles)
+        watching.send_signal(signal.SIGINT)
+        watching.stdout.read()
+        assert watching.wait(20) == 130
 
 
 def test_json_has_the_rank_of_each_line(kvgrpc: Run, registry: str) -> None:

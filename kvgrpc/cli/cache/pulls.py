@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
+from kvgrpc.cli.again import show_again, watch_option
 from kvgrpc.cli.connection import calls_a_rank, json_option
-from kvgrpc.cli.fleet.tables import fleet_option, show_fleet
+from kvgrpc.cli.fleet.tables import fleet_option, look_at_fleet
 from kvgrpc.cli.names import incarnation_name, reason_name, value_name
 from kvgrpc.cli.output import seconds, show_json, show_table, size
 from kvgrpc.errors import FeatureDisabled
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvgrpc.client import SyncClient
     from kvgrpc.client.aio import Client
@@ -23,17 +25,22 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--open", "open_only", is_flag=True, help="Only those that have not ended.")
 @fleet_option
+@watch_option
 @json_option
 @calls_a_rank
-def pulls(client: SyncClient, as_json: bool, open_only: bool, fleet: bool) -> None:
+def pulls(client: SyncClient, as_json: bool, open_only: bool, fleet: bool, watch: bool) -> None:
     """Show what a rank took from other engines' caches, and lent to them: in flight, then the last that ended."""
-    if fleet:
-        return show_fleet(client, as_json, "Pulls", _COLUMNS, lambda rank: _pulls_of(rank, open_only), _row)
-    found = client.list_pulls(open_only=open_only)
-    if as_json:
-        return show_json(found)
-    title = f"Pulls of {client.address}, {found.lent_pages} of {found.lending_pages} staging pages lent"
-    show_table(title, _COLUMNS, [_row(each) for each in found.pulls], "none")
+
+    def look() -> Callable[[], None]:
+        if fleet:
+            return look_at_fleet(client, as_json, "Pulls", _COLUMNS, lambda rank: _pulls_of(rank, open_only), _row)
+        found = client.list_pulls(open_only=open_only)
+        if as_json:
+            return partial(show_json, found)
+        title = f"Pulls of {client.address}, {found.lent_pages} of {found.lending_pages} staging pages lent"
+        return partial(show_table, title, _COLUMNS, [_row(each) for each in found.pulls], "none")
+
+    show_again(watch, look)
 
 
 _COLUMNS = ("room", "way", "other rank", "#pages", "#bytes", "#took", "#GB/s", "end")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvgrpc.cli.again import show_again, watch_option
 from kvgrpc.cli.connection import calls_a_rank, json_option
 from kvgrpc.cli.events.batches import show_batch
 from kvgrpc.cli.events.contents import COMMANDS as CONTENTS
@@ -15,6 +17,7 @@ from kvgrpc.cli.events.contents import names_a_cache
 from kvgrpc.cli.events.index import follow, score, sources
 from kvgrpc.cli.events.plan import plan
 from kvgrpc.cli.events.publisher import calls_a_publisher
+from kvgrpc.cli.fleet.tables import fleet_option, look_at_fleet
 from kvgrpc.cli.names import incarnation_name
 from kvgrpc.cli.output import show_json, show_table, size
 from kvgrpc.observability.logging import one_line
@@ -27,30 +30,41 @@ SEQUENCE = click.IntRange(0, 2**64 - 1)
 
 
 @click.command()
+@fleet_option
+@watch_option
 @json_option
 @calls_a_rank
-def streams(client: SyncClient, as_json: bool) -> None:
+def streams(client: SyncClient, as_json: bool, fleet: bool, watch: bool) -> None:
     """List the event streams that a rank publishes."""
-    found = client.list_streams()
-    if as_json:
-        return show_json(*found)
     columns = ("engine", "#dp", "#oldest", "#next", "#kept", "#dropped", "live (ZMQ PUB)", "topic", "log", "publisher")
-    rows = [
-        (
-            stream.engine,
-            stream.dp,
-            stream.oldest_sequence,
-            stream.next_sequence,
-            size(stream.journal_bytes),
-            stream.dropped_batches,
-            stream.pub_endpoint,
-            stream.topic.decode(errors="replace"),
-            stream.log_id,
-            incarnation_name(stream.publisher),
-        )
-        for stream in found
-    ]
-    show_table(f"Event streams of {client.address}", columns, rows, "this process publishes none")
+
+    def look() -> Callable[[], None]:
+        if fleet:
+            return look_at_fleet(
+                client, as_json, "Event streams", columns, lambda rank: rank.list_streams(), stream_row
+            )
+        found = client.list_streams()
+        if as_json:
+            return partial(show_json, *found)
+        title, rows = f"Event streams of {client.address}", [stream_row(stream) for stream in found]
+        return partial(show_table, title, columns, rows, "this process publishes none")
+
+    show_again(watch, look)
+
+
+def stream_row(stream: event_service_pb2.EventStream) -> Sequence[object]:
+    return (
+        stream.engine,
+        stream.dp,
+        stream.oldest_sequence,
+        stream.next_sequence,
+        size(stream.journal_bytes),
+        stream.dropped_batches,
+        stream.pub_endpoint,
+        stream.topic.decode(errors="replace"),
+        stream.log_id,
+        incarnation_name(stream.publisher),
+    )
 
 
 @click.group()

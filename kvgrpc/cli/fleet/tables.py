@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from kvgrpc.cli.again import show_again, watch_option
 from kvgrpc.cli.connection import calls_a_registry, json_option
 from kvgrpc.cli.names import rank_name, tier_name
 from kvgrpc.cli.output import show_table, size
@@ -25,25 +27,26 @@ T = TypeVar("T")
 fleet_option = click.option("--fleet", is_flag=True, help="--server is a registry: ask all of its ranks.")
 
 
-def show_fleet(
+def look_at_fleet(
     client: SyncClient,
     as_json: bool,
     title: str,
     columns: Sequence[str],
     call: Callable[[Client], Awaitable[Sequence[Message]]],
     row: Callable[[Any], Sequence[object]],
-) -> None:
-    """One table of what all ranks list. A rank that does not answer is a row that says so."""
+) -> Callable[[], None]:
+    """Asks all ranks; what it returns shows one table of what they list. A rank that does not answer is a row that says
+    so."""
     answers = client.ask_ranks(call)
     if as_json:
-        return show_json_by_rank(answers)
+        return partial(show_json_by_rank, answers)
     rows: list[Sequence[object]] = []
     for answer in answers:
         name = rank_name(answer.row.rank)
         if answer.error is not None:
             rows.append((name, *unanswered(answer, len(columns))))
         rows.extend((name, *row(each)) for each in answer.value or ())
-    show_table(f"{title} of the ranks at {client.address}", ("rank", *columns), rows, "none")
+    return partial(show_table, f"{title} of the ranks at {client.address}", ("rank", *columns), rows, "none")
 
 
 def show_json_by_rank(answers: Iterable[RankAnswer[Sequence[Message]]]) -> None:
@@ -67,9 +70,10 @@ def unanswered(answer: RankAnswer[Any], columns: int) -> Sequence[object]:
 
 
 @click.command()
+@watch_option
 @json_option
 @calls_a_registry
-def caches(client: SyncClient, as_json: bool) -> None:
+def caches(client: SyncClient, as_json: bool, watch: bool) -> None:
     """Show how full the cache tiers of all ranks of a registry are."""
 
     async def call(rank: Client) -> list[prefetch_service_pb2.GetCacheInfoResponse]:
@@ -86,7 +90,8 @@ def caches(client: SyncClient, as_json: bool) -> None:
         healthy = "" if not found.storage_backend else "ok" if found.storage_healthy else found.storage_detail
         return tiers, storage, healthy, found.open_operations
 
-    show_fleet(client, as_json, "Caches", ("tiers", "storage", "storage is", "#operations"), call, row)
+    columns = ("tiers", "storage", "storage is", "#operations")
+    show_again(watch, partial(look_at_fleet, client, as_json, "Caches", columns, call, row))
 
 
 def _fill(name: str, use: prefetch_service_pb2.CacheTierUse) -> str:

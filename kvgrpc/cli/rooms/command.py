@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
+from kvgrpc.cli.again import show_again, watch_option
 from kvgrpc.cli.connection import calls_a_rank, json_option
-from kvgrpc.cli.fleet.tables import fleet_option, show_fleet
+from kvgrpc.cli.fleet.tables import fleet_option, look_at_fleet
 from kvgrpc.cli.names import incarnation_name, rank_name, reason_name, role_name, seconds_of, value_name
 from kvgrpc.cli.output import milliseconds, seconds, show_json, show_record, show_table, size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvgrpc.client import SyncClient
     from kvgrpc.client.aio import Client
@@ -27,17 +29,23 @@ ATTEMPT = click.option("--attempt", type=click.IntRange(0, 2**32 - 1), default=0
 
 @click.command()
 @fleet_option
+@watch_option
 @json_option
 @calls_a_rank
-def sessions(client: SyncClient, as_json: bool, fleet: bool) -> None:
+def sessions(client: SyncClient, as_json: bool, fleet: bool, watch: bool) -> None:
     """List the sessions of a rank, its pairs with ranks of the other side, and what their last minute came to."""
     columns = ("peer", "state", "address", "#rooms", "#to tell", "#idle", "#ended well", "#failed", *_LAST_MINUTE)
-    if fleet:
-        return show_fleet(client, as_json, "Sessions", columns, lambda rank: rank.list_sessions(), session_row)
-    found = client.list_sessions()
-    if as_json:
-        return show_json(*found)
-    show_table(f"Sessions of {client.address}", columns, map(session_row, found), "none")
+
+    def look() -> Callable[[], None]:
+        if fleet:
+            return look_at_fleet(client, as_json, "Sessions", columns, lambda rank: rank.list_sessions(), session_row)
+        found = client.list_sessions()
+        if as_json:
+            return partial(show_json, *found)
+        rows = [session_row(session) for session in found]
+        return partial(show_table, f"Sessions of {client.address}", columns, rows, "none")
+
+    show_again(watch, look)
 
 
 @click.command()
@@ -45,9 +53,12 @@ def sessions(client: SyncClient, as_json: bool, fleet: bool) -> None:
 @click.option("--held", is_flag=True, help="Only those whose pages wait for evidence that nobody writes to them.")
 @click.option("--slowest", is_flag=True, help="Only the last 256 that went well, the slowest first.")
 @fleet_option
+@watch_option
 @json_option
 @calls_a_rank
-def rooms(client: SyncClient, states: tuple[str, ...], held: bool, slowest: bool, as_json: bool, fleet: bool) -> None:
+def rooms(
+    client: SyncClient, states: tuple[str, ...], held: bool, slowest: bool, as_json: bool, fleet: bool, watch: bool
+) -> None:
     """List the rooms (hand-offs) of a rank: the open ones, and the last that went well or failed."""
     from kvgrpc.v1 import transfer_service_pb2
 
@@ -61,12 +72,16 @@ def rooms(client: SyncClient, states: tuple[str, ...], held: bool, slowest: bool
         return await rank.list_rooms(states=wanted, held_only=held)
 
     columns = ("#room", "#attempt", "state", "peer", "#pages done", "writes", "#held", "#age", *_STAGES, "failure")
-    if fleet:
-        return show_fleet(client, as_json, "Rooms", columns, listed, room_row)
-    found = client.list_slowest_rooms() if slowest else client.list_rooms(states=wanted, held_only=held)
-    if as_json:
-        return show_json(*found)
-    show_table(f"Rooms of {client.address}", columns, map(room_row, found), "none")
+
+    def look() -> Callable[[], None]:
+        if fleet:
+            return look_at_fleet(client, as_json, "Rooms", columns, listed, room_row)
+        found = client.list_slowest_rooms() if slowest else client.list_rooms(states=wanted, held_only=held)
+        if as_json:
+            return partial(show_json, *found)
+        return partial(show_table, f"Rooms of {client.address}", columns, [room_row(room) for room in found], "none")
+
+    show_again(watch, look)
 
 
 @click.command()
