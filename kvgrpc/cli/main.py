@@ -38,6 +38,8 @@ COMMANDS = {
     "info": "fleet.server:info",
     "health": "fleet.server:health",
     "drain": "fleet.server:drain",
+    "undrain": "fleet.server:undrain",
+    "callers": "fleet.callers:callers",
     "config": "config:config",
     "token": "token:token",
     "doctor": "doctor.command:doctor",

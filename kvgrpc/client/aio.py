@@ -51,6 +51,8 @@ _LEAST_IDLE_SECONDS = 3.0
 _RAW, _TYPED = event_service_pb2.WATCH_ENCODING_RAW, event_service_pb2.WATCH_ENCODING_TYPED
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 _LEAST_ENGINE_IDLE_SECONDS = 15.0
+# A server asks its registry for up to 10 s.
+_UNDRAIN_SECONDS = 15.0
 
 
 class Client:
@@ -517,6 +519,22 @@ class Client:
         seconds = max(self._timeout, grace + 10.0)
         response: server_service_pb2.DrainResponse = await self._read(stub.Drain, request, seconds)
         return response
+
+    async def undrain(self) -> None:
+        """Takes a drain of the process back; one that does not drain stays as it is."""
+        request = server_service_pb2.UndrainRequest()
+        await self._read(ServerServiceStub(self._channel()).Undrain, request, max(self._timeout, _UNDRAIN_SECONDS))
+
+    async def list_callers(self) -> list[server_service_pb2.Caller]:
+        """Callers that have calls open at the process, follow it, or have rows there; ordered by name and address."""
+        stub = ServerServiceStub(self._channel())
+
+        async def page(token: str) -> tuple[Iterable[server_service_pb2.Caller], str]:
+            request = server_service_pb2.ListCallersRequest(page_token=token, page_size=1000)
+            response = await self._read(stub.ListCallers, request)
+            return response.callers, response.next_page_token
+
+        return await _pages(page)
 
     async def health(self, service: str = "") -> str:
         """ "SERVING" or "NOT_SERVING", of one service or (empty) of all together."""

@@ -18,6 +18,8 @@ _MARGIN_SECONDS = 5.0
 _ENGINE_MARGIN_SECONDS = 15.0
 # Each rank has its own timeout; thousands of them that do not answer are asked one after another.
 _FLEET_SECONDS = 600.0
+# A server asks its registry for up to 10 s.
+_UNDRAIN_SECONDS = 20.0
 
 
 class BlockingClient:
@@ -48,6 +50,9 @@ class BlockingClient:
     def _seconds_of_drain(self, grace: float) -> float:
         check_seconds("grace", grace)
         return self._seconds + 2 * grace
+
+    def _seconds_of_undrain(self, *_: object) -> float:
+        return max(self._seconds, _UNDRAIN_SECONDS)
 
     def _iterate(self, parts: AsyncIterator[T], seconds: float | None = None) -> Iterator[T]:
         ended = object()

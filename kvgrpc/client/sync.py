@@ -283,6 +283,15 @@ class SyncClient(BlockingClient):
         seconds = self._seconds_of_drain(grace)
         return self._run(self._client.drain(grace), seconds)
 
+    def undrain(self) -> None:
+        """Takes a drain of the process back; one that does not drain stays as it is."""
+        seconds = self._seconds_of_undrain()
+        return self._run(self._client.undrain(), seconds)
+
+    def list_callers(self) -> list[server_service_pb2.Caller]:
+        """Callers that have calls open at the process, follow it, or have rows there; ordered by name and address."""
+        return self._run(self._client.list_callers())
+
     def health(self, service: str = "") -> str:
         """ "SERVING" or "NOT_SERVING", of one service or (empty) of all together."""
         return self._run(self._client.health(service))

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,8 +78,16 @@ class JournalingPublisher(EventPublisher):
     """
 
     def __init__(
-        self, rank: RankRef, config: EventsConfig, live: LiveTransport | None = None, *, replay_endpoint: str = ""
+        self,
+        rank: RankRef,
+        config: EventsConfig,
+        live: LiveTransport | None = None,
+        *,
+        replay_endpoint: str = "",
+        connects_to: str = "",
+        listened_at: Callable[[], bool | None] = lambda: None,
     ) -> None:
+        """The endpoints are said to readers; see ``EventStream``."""
         super().__init__(rank.rank.dp)
         self._live = live
         self._queue = BatchQueue(config.max_queue_size, clear_first=config.clear_first)
@@ -94,6 +103,8 @@ class JournalingPublisher(EventPublisher):
             pub_endpoint=live.endpoint if live else "",
             topic=config.topic.encode(),
             replay_endpoint=replay_endpoint,
+            connects_to=connects_to,
+            listened_at=listened_at,
         )
         self._published = self._failed_sends = 0
         self._lines = RateLimited(_log)

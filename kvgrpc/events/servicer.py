@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvgrpc.errors import StreamNotFound, TooManyRequests, Violation
+from kvgrpc.events.log.journal import Batches, DroppedRange
 from kvgrpc.events.log.stream import EventStream
 from kvgrpc.events.notifier import Notifier
-from kvgrpc.events.watch import WatchMode, watch
+from kvgrpc.events.watch import Part, SnapshotPart, WatchBegins, WatchMode, watch
 from kvgrpc.events.wire import order_from_pb, part_to_pb, stream_to_pb
 from kvgrpc.model import EngineLoad, raise_if
 from kvgrpc.observability import metrics
 from kvgrpc.paging import page_size, page_token, read_page_token
+from kvgrpc.rpc.callers import NewsReader, Who, who
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceServicer
 
@@ -23,6 +27,7 @@ MAX_WATCHES = 4096
 HEARTBEAT_SECONDS = 1.0
 RETRY_SECONDS = 1.0
 _SHOWN_STREAMS = 4
+_METHOD = "/kvgrpc.v1.EventService/Watch"
 
 
 class EventServicer(EventServiceServicer):
@@ -42,19 +47,27 @@ class EventServicer(EventServiceServicer):
         self._notifiers: dict[tuple[str, int, bool], Notifier] = {}
         self._max_watches = max_watches
         self._heartbeat_seconds = heartbeat_seconds
-        self._watches = 0
+        self._readers: dict[_Reader, None] = {}
         self._draining = False
 
     @property
     def watches(self) -> int:
         """Readers that are served now."""
-        return self._watches
+        return len(self._readers)
+
+    def readers(self) -> Iterator[NewsReader]:
+        """Each with the batches that it was not sent yet."""
+        return (reader.news() for reader in self._readers)
 
     def drain(self) -> None:
         """Ends every Watch that would not end by itself, now and from now on, with ServerDraining."""
         self._draining = True
         for notifier in self._notifiers.values():
             notifier.notify()
+
+    def undrain(self) -> None:
+        """Serves Watches again; those that a drain ended stay ended."""
+        self._draining = False
 
     async def ListStreams(self, request: pb.ListStreamsRequest, context: Any) -> pb.ListStreamsResponse:
         after = read_page_token("ListStreams", request.page_token)
@@ -70,12 +83,13 @@ class EventServicer(EventServiceServicer):
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchResponse]:
         stream, (order, form) = self._find(request), order_from_pb(request)
-        with self._admitted(), self._notifier(stream, order.mode) as notifier:
+        with self._admitted(stream, order.mode) as reader, self._notifier(stream, order.mode) as notifier:
             async for part in watch(
                 stream, order, notifier, self._heartbeat_seconds, lambda: self._draining, self._load
             ):
                 # Reading payloads takes tens of milliseconds, and rooms live on this loop too.
                 yield await asyncio.to_thread(part_to_pb, part, form) if form.typed else part_to_pb(part, form)
+                reader.heed(part)
 
     def _find(self, request: pb.WatchRequest) -> EventStream:
         key = (request.engine, request.dp)
@@ -101,19 +115,20 @@ class EventServicer(EventServiceServicer):
         return f"but {', '.join(shown)}{f' and {more} more' if more else ''}"
 
     @contextmanager
-    def _admitted(self) -> Iterator[None]:
-        if self._watches >= self._max_watches:
+    def _admitted(self, stream: EventStream, mode: WatchMode) -> Iterator[_Reader]:
+        if self.watches >= self._max_watches:
             raise TooManyRequests(
-                f"{self._watches} readers are served already",
-                metadata={"limit": self._max_watches, "value": self._watches + 1, "scope": "watches"},
+                f"{self.watches} readers are served already",
+                metadata={"limit": self._max_watches, "value": self.watches + 1, "scope": "watches"},
                 retry_after=RETRY_SECONDS,
             )
-        self._watches += 1
+        reader = _Reader(stream, mode)
+        self._readers[reader] = None
         metrics.EVENT_WATCH_READERS.inc()
         try:
-            yield
+            yield reader
         finally:
-            self._watches -= 1
+            del self._readers[reader]
             metrics.EVENT_WATCH_READERS.dec()
 
     def _notifier(self, stream: EventStream, mode: WatchMode) -> AbstractContextManager[Notifier]:
@@ -121,3 +136,28 @@ class EventServicer(EventServiceServicer):
         heartbeat_only = mode is WatchMode.HEARTBEAT
         notifier = self._notifiers.setdefault((stream.engine, stream.dp, heartbeat_only), Notifier())
         return notifier.attached(stream.listen_for_end if heartbeat_only else stream.listen)
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """A Watch: its reader, and the sequence that it is sent next; None: it takes none, or a snapshot first."""
+
+    stream: EventStream
+    mode: WatchMode
+    next_sequence: int | None = None
+    caller: Who = field(default_factory=who)
+    since: float = field(default_factory=time.time)
+
+    def heed(self, part: Part) -> None:
+        """It was sent that."""
+        if isinstance(part, Batches | DroppedRange):
+            self.next_sequence = part.last + 1
+        elif isinstance(part, SnapshotPart):
+            self.next_sequence = part.snapshot.next_sequence if part.last else None
+        elif isinstance(part, WatchBegins) and self.mode in (WatchMode.REPLAY, WatchMode.TAIL):
+            self.next_sequence = part.first
+
+    def news(self) -> NewsReader:
+        upcoming, stream = self.next_sequence, self.stream
+        behind = None if upcoming is None else max(0, stream.next_sequence - upcoming)
+        return NewsReader(self.caller, _METHOD, self.since, behind, stream.engine, stream.dp)

@@ -95,6 +95,8 @@ def stream_to_pb(state: StreamState) -> pb.EventStream:
         journal_bytes=state.journal_bytes,
         publisher=rank_ref_to_pb(state.publisher),
         replay_endpoint=state.replay_endpoint,
+        connects_to=state.connects_to,
+        listened_at=state.listened_at,
     )
     if state.state is not None:
         message.state.CopyFrom(digest_to_pb(state.state))

@@ -227,6 +227,10 @@ class PrefetchManager:
         """Takes no new starts from now on; what runs goes on."""
         self._draining = True
 
+    def undrain(self) -> None:
+        """Takes new starts again, unless it was closed."""
+        self._draining = self._closed
+
     def close(self, timeout: float = 10.0) -> bool:
         """Ends every operation, copy and thread, then frees the host memory; False when something was left behind.
 

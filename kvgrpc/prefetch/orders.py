@@ -71,6 +71,10 @@ class EngineOrders:
         """Starts nothing more; what runs goes on."""
         self._draining = True
 
+    def undrain(self) -> None:
+        """Starts new ones again."""
+        self._draining = False
+
     def shut_down(self) -> None:
         """Ends all that runs: the engine has stopped, and moves no page any more."""
         self._draining = True

@@ -74,3 +74,6 @@ class ServedCache(Protocol):
 
     def drain(self) -> None:
         """Begins nothing new from now on; what runs goes on."""
+
+    def undrain(self) -> None:
+        """Begins new ones again. Not after its end."""

@@ -71,6 +71,11 @@ class PrefetchServicer(PrefetchServiceServicer):
         for wake in self._watches:
             wake.set()
 
+    def undrain(self) -> None:
+        """Serves watches and takes starts again."""
+        self._draining = False
+        self._cache.undrain()
+
     def close(self) -> None:
         """Lets go of the threads; calls that still run on them are left behind."""
         forget_cache(self._cache.use)

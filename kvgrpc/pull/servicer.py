@@ -47,6 +47,10 @@ class PullServicer(PullServiceServicer):
         """Lends nothing more; what is lent goes on."""
         self._draining = True
 
+    def undrain(self) -> None:
+        """Lends again."""
+        self._draining = False
+
     def close(self) -> None:
         self._draining = True
         self._blocking.close()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvgrpc.model import Layout, ModelIdentity, Pool, RankId, Role
 from kvgrpc.registry.model import (
     EVERY_RANK,
+    AbsentRank,
     Coordinates,
     RankRow,
     RankSelector,
@@ -131,7 +132,9 @@ class RegisteredEngine:
         others = (leased for rank, leased in self._leased.items() if rank not in without)
         return max(map(_epoch_of, others), default=0)
 
-    def view(self, rows: Sequence[RankRow] = (), missing: Sequence[RankId] = ()) -> ResolvedEngine:
+    def view(
+        self, rows: Sequence[RankRow] = (), missing: Sequence[RankId] = (), absent: Sequence[AbsentRank] = ()
+    ) -> ResolvedEngine:
         return ResolvedEngine(
             self.name,
             self.role,
@@ -142,6 +145,7 @@ class RegisteredEngine:
             self.shape.model,
             self._streams.lacking() if self.ready else (),
             tuple(missing),
+            tuple(absent),
         )
 
     def rows(self) -> tuple[RankRow, ...]:

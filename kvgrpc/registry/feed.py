@@ -63,6 +63,10 @@ class Feed:
         done, _ = await asyncio.wait([self._changed], timeout=seconds)
         return bool(done)
 
+    def count_behind(self, position: int) -> int | None:
+        """Changes that a reader at this position has before it; None: it gets a full state first."""
+        return None if position < self._first else self._end - position
+
     async def behind(self, position: int) -> tuple[Sequence[bytes], int]:
         """Messages for a reader that has all up to ``position``, and the position that it has then.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -46,13 +47,31 @@ class Lease:
     lease_id: int
 
 
+class Absence(enum.IntEnum):
+    """How a rank left; the numbers of the proto."""
+
+    DEREGISTERED = 1
+    LEASE_RAN_OUT = 2
+    FENCED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class AbsentRank:
+    """A rank that was there and is not: its last incarnation (with FENCED the one that was refused last), and since
+    when (Unix seconds)."""
+
+    ref: RankRef
+    absence: Absence
+    since: float
+
+
 @dataclass(frozen=True, slots=True)
 class ResolvedEngine:
     """One engine as the registry saw it at one moment, with those rows that were asked for.
 
     ``ready``: every distinct rank of the layout is registered, all with one layout. ``dp_lacking_events``: the first
     dp ranks of a ready engine that lack a stream of events which others of it have. ``missing_ranks``: the first ranks
-    that keep it from READY, where one engine was asked for.
+    that keep it from READY, where one engine was asked for, and ``absent_ranks`` those of them that were there.
     """
 
     name: str
@@ -64,6 +83,7 @@ class ResolvedEngine:
     model: ModelIdentity = UNKNOWN_MODEL
     dp_lacking_events: tuple[int, ...] = ()
     missing_ranks: tuple[RankId, ...] = ()
+    absent_ranks: tuple[AbsentRank, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,10 @@ class Owners:
             self._rows.give_back(taken[0])
             self._engines.give_back(taken[1])
 
+    def rows(self) -> dict[tuple[str, str], int]:
+        """Rows that each caller registered from each of its hosts."""
+        return self._rows.by_host()
+
     def add(self, rank: RankId, accounts: tuple[Account, ...]) -> None:
         self._of_rows[rank] = self._rows.hold(accounts)
         if self._table.engine(rank.engine) is None:

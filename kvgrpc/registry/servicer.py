@@ -10,16 +10,16 @@ from typing import Any
 import grpc.aio
 from google.protobuf import duration_pb2
 
-from kvgrpc.errors import KvGrpcError, ServerDraining, TooManyRequests
+from kvgrpc.errors import KvGrpcError, ServerDraining, StaleEpoch, TooManyRequests
 from kvgrpc.model import Role
 from kvgrpc.paging import MAX_PAGE, numbers_token, page_size, page_token, read_numbers_token, read_page_token
 from kvgrpc.registry import wire
 from kvgrpc.registry.addresses import peer_is_local
-from kvgrpc.registry.model import BEFORE_ALL, EngineChange, RankRow, ResolvedEngine, coordinates_of
+from kvgrpc.registry.model import BEFORE_ALL, Absence, EngineChange, RankRow, ResolvedEngine, coordinates_of
 from kvgrpc.registry.store.base import Store
 from kvgrpc.registry.streams import MissingStreams
 from kvgrpc.registry.watching import Watching
-from kvgrpc.rpc.callers import check_scope, check_speaker
+from kvgrpc.rpc.callers import NewsReader, check_scope, check_speaker
 from kvgrpc.rpc.turns import PIECE_SECONDS, in_pieces, next_turn
 from kvgrpc.rpc.waiters import Waiters
 from kvgrpc.rpc.waiting import longest_wait
@@ -104,6 +104,16 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
             if not drained.done():
                 drained.set_result(None)
 
+    def undrain(self) -> None:
+        """Takes rows, streams and waiting calls again; those that a drain ended stay ended."""
+        self._draining = False
+        self._waiters.undrain()
+        self._watching.undrain()
+
+    def readers(self) -> Iterator[NewsReader]:
+        """The readers of WatchEngines, and how far behind they are."""
+        return self._watching.readers()
+
     async def close(self) -> None:
         """Drains and closes the store."""
         self.drain()
@@ -125,7 +135,11 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
                 await next_turn()
                 begun = time.thread_time()
         self._refuse_if_draining()
-        leases = await self.store.register(rows)
+        try:
+            leases = await self.store.register(rows)
+        except StaleEpoch as error:
+            self._note_fenced(rows, error)
+            raise
         return pb.RegisterResponse(leases=wire.leases_to_pb(leases), ttl=self._ttl, registry_id=self.store.registry_id)
 
     async def KeepAlive(self, request_iterator: object, context: _Context) -> AsyncIterator[pb.KeepAliveResponse]:
@@ -220,6 +234,13 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
                 self._waiters.wake(change.engine.role)
         self._watching.publish(changes)
         self._missing_streams.heed(changes)
+
+    def _note_fenced(self, rows: Sequence[RankRow], error: StaleEpoch) -> None:
+        """Where no incarnation of the rank is there, the one that asks is why it is missing: it runs, and in vain."""
+        table = self.store.table
+        for row in rows:
+            if str(row.ref.rank) == error.metadata.get("rank") and table.leased(row.ref.rank) is None:
+                table.departures.note(row.ref, Absence.FENCED, time.time())
 
     def _absence(self, engine: str, role: Role | None) -> KvGrpcError:
         return self.store.table.absence(engine, role, self.store.warming_up_for)

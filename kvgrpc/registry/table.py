@@ -8,14 +8,19 @@ from dataclasses import dataclass, field
 
 from kvgrpc.errors import EngineNotFound, InvalidRequest, Violation, WarmingUp
 from kvgrpc.model import RankId, Role, raise_if
+from kvgrpc.registry.departures import Departures
 from kvgrpc.registry.engine import LeasedRow, RegisteredEngine
 from kvgrpc.registry.model import EngineChange, RankRow, RankSelector, ResolvedEngine, absent
 
 
 class EngineTable:
-    """The rows of all engines. Not thread-safe. A question costs what its answer holds, never what the table holds."""
+    """The rows of all engines. Not thread-safe. A question costs what its answer holds, never what the table holds.
+
+    ``departures``: how ranks left; whoever removes a row notes it there.
+    """
 
     def __init__(self) -> None:
+        self.departures = Departures()
         self._engines: dict[str, RegisteredEngine] = {}
         self._names: list[str] = []
         self._by_role: dict[Role, dict[str, RegisteredEngine]] = {role: {} for role in Role}
@@ -45,6 +50,7 @@ class EngineTable:
             engine = self._add_engine(row)
         leased = LeasedRow(row, lease_id, expires_at, engine)
         engine.add(leased)
+        self.departures.forget(row.ref.rank)
         self._rows += 1
         return leased
 
@@ -85,7 +91,10 @@ class EngineTable:
         if not engine:
             raise_if([Violation("engine", "the name of an engine; ListEngines has them", engine)])
         found = self._engines.get(engine)
-        return found.view(found.rows_behind(after, limit), found.missing_ranks()) if found is not None else None
+        if found is None:
+            return None
+        missing = found.missing_ranks()
+        return found.view(found.rows_behind(after, limit), missing, self.departures.among(missing))
 
     def list_engines(self, role: Role | None, after: str, limit: int, *, rows: bool) -> tuple[ResolvedEngine, ...]:
         """At most ``limit`` engines with names behind ``after``, ordered by name; with or without their rows."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from kvgrpc.errors import ServerDraining, TooManyRequests
 from kvgrpc.observability import metrics
@@ -13,6 +15,7 @@ from kvgrpc.registry.model import EngineChange, EngineFilter
 from kvgrpc.registry.store.base import Store
 from kvgrpc.registry.table import EngineTable
 from kvgrpc.registry.wire import PoolCache
+from kvgrpc.rpc.callers import NewsReader, Who, who
 from kvgrpc.v1 import registry_service_pb2 as pb
 
 MAX_WATCHERS = 8_192
@@ -21,6 +24,7 @@ HEARTBEAT_SECONDS = 5.0
 # what follows them.
 PACE_SECONDS = 0.02
 
+_METHOD = "/kvgrpc.v1.RegistryService/WatchEngines"
 _WARMING_UP = pb.WatchEnginesResponse(warming_up=True).SerializeToString()
 
 
@@ -35,6 +39,7 @@ class Watching:
         self._pools = pools
         self._max_watchers = max_watchers
         self._feeds: dict[EngineFilter, Feed] = {}
+        self._reading: dict[_Reader, None] = {}
         self._waiting: list[EngineChange] = []
         self._resting = False
         self._draining = False
@@ -57,17 +62,26 @@ class Watching:
         for feed in self._feeds.values():
             feed.wake()
 
+    def undrain(self) -> None:
+        self._draining = False
+
+    def readers(self) -> Iterator[NewsReader]:
+        """Each with the changes that it was not sent yet."""
+        for reader in self._reading:
+            behind = reader.feed.count_behind(reader.position)
+            yield NewsReader(reader.caller, _METHOD, reader.since, behind)
+
     async def follow(self, only: EngineFilter) -> AsyncIterator[bytes]:
         """Encoded responses for one reader, without end. Raises TooManyRequests, ServerDraining."""
-        with self._reading(only) as feed:
-            position, said = -1, False
+        with self._begun(only) as reader:
+            feed, said = reader.feed, False
             while True:
                 self._refuse_if_draining()
-                messages, position = await feed.behind(position)
+                messages, position = await feed.behind(reader.position)
                 warming_up = self._store.warming_up_for > 0
                 for message in messages or ([] if warming_up == said else [b""]):
                     yield message + _WARMING_UP if warming_up else message
-                said = warming_up
+                reader.position, said = position, warming_up
                 if not messages and not await feed.change(self._until_next_message()):
                     yield _WARMING_UP if said else b""
 
@@ -77,7 +91,7 @@ class Watching:
         return min(warming_up_for or HEARTBEAT_SECONDS, HEARTBEAT_SECONDS)
 
     @contextmanager
-    def _reading(self, only: EngineFilter) -> Iterator[Feed]:
+    def _begun(self, only: EngineFilter) -> Iterator[_Reader]:
         if self.watchers >= self._max_watchers:
             raise TooManyRequests(
                 f"{self.watchers} readers follow engines already",
@@ -88,10 +102,13 @@ class Watching:
         if feed is None:
             feed = self._feeds[only] = Feed(only, self._table, self._pools)
         feed.readers += 1
+        reader = _Reader(feed)
+        self._reading[reader] = None
         metrics.REGISTRY_WATCH_READERS.inc()
         try:
-            yield feed
+            yield reader
         finally:
+            del self._reading[reader]
             metrics.REGISTRY_WATCH_READERS.dec()
             feed.readers -= 1
             if not feed.readers:
@@ -120,3 +137,13 @@ class Watching:
     def _refuse_if_draining(self) -> None:
         if self._draining:
             raise ServerDraining("the registry drains", retry_after=1.0)
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """A reader, and up to where all was handed to its stream; -1: nothing yet."""
+
+    feed: Feed
+    position: int = -1
+    caller: Who = field(default_factory=who)
+    since: float = field(default_factory=time.time)

@@ -13,7 +13,16 @@ from kvgrpc import wire
 from kvgrpc.errors import InvalidRequest, Violation
 from kvgrpc.model import MAX_REGIONS, Pool, RankRef, Role, check_pools, check_rank, raise_if
 from kvgrpc.registry.addresses import check_advertised, check_events_endpoint
-from kvgrpc.registry.model import Endpoints, EngineChange, EngineFilter, Lease, RankRow, RankSelector, ResolvedEngine
+from kvgrpc.registry.model import (
+    AbsentRank,
+    Endpoints,
+    EngineChange,
+    EngineFilter,
+    Lease,
+    RankRow,
+    RankSelector,
+    ResolvedEngine,
+)
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
 
@@ -177,7 +186,14 @@ def engine_to_pb(engine: ResolvedEngine, rows: Iterable[pb.RankRow] = ()) -> pb.
         model=wire.model_to_pb(engine.model),
         dp_lacking_events=engine.dp_lacking_events,
         missing_ranks=map(wire.rank_id_to_pb, engine.missing_ranks),
+        absent_ranks=map(_absent_to_pb, engine.absent_ranks),
     )
+
+
+def _absent_to_pb(absent: AbsentRank) -> pb.AbsentRank:
+    message = pb.AbsentRank(rank=wire.rank_ref_to_pb(absent.ref), absence=pb.Absence.ValueType(absent.absence))
+    message.time.FromNanoseconds(round(absent.since * 1e9))
+    return message
 
 
 def engine_to_bytes(engine: ResolvedEngine, rows: Iterable[bytes] = ()) -> bytes:

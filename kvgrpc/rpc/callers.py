@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvgrpc.errors import IdentityMismatch, InvalidRequest
 from kvgrpc.model import RankRef, Role
@@ -63,6 +64,28 @@ class Caller:
         return None
 
 
+class Who(NamedTuple):
+    """A caller as it calls from one host."""
+
+    name: str
+    host: str
+    role: CallerRole | None
+
+
+@dataclass(frozen=True, slots=True)
+class NewsReader:
+    """Somebody who follows this process by a stream of ``method`` ("/package.Service/Method"), since so many Unix
+    seconds. ``behind``: what there is and was not sent to it yet; None: it is about to hear everything, or takes none.
+    """
+
+    who: Who
+    method: str
+    since: float
+    behind: int | None
+    engine: str = ""
+    dp: int = 0
+
+
 CALLER: ContextVar[Caller] = ContextVar("kvgrpc-caller")
 # ``ServicerContext.peer()`` of the call that runs now.
 PEER: ContextVar[str] = ContextVar("kvgrpc-peer")
@@ -77,6 +100,12 @@ def origin() -> tuple[str, str]:
     """The host and the connection that the call came by that runs now; both empty outside of one."""
     address = caller_address(PEER.get(""))
     return (address if is_unix(address) or not address else split(address)[0]), address
+
+
+def who() -> Who:
+    """The caller and the host of the call that runs now."""
+    known = caller()
+    return Who(known.name, origin()[0], known.role)
 
 
 def check_speaker(ref: RankRef, role: Role | None, field: str) -> None:

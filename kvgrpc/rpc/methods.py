@@ -68,6 +68,8 @@ _OF_SERVICES = {
     "PullService/ListPulls": rpc(RANK, OPERATOR),
     "ServerService/GetServerInfo": rpc(*EVERYBODY),
     "ServerService/Drain": rpc(OPERATOR),
+    "ServerService/Undrain": rpc(OPERATOR),
+    "ServerService/ListCallers": rpc(OPERATOR),
 }
 RPCS: dict[str, Rpc] = {f"/{PACKAGE}.{name}": each for name, each in _OF_SERVICES.items()}
 ALLOWED: dict[str, frozenset[CallerRole]] = {path: each.roles for path, each in RPCS.items()}

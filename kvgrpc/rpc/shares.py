@@ -55,6 +55,17 @@ class Shares:
     def of_caller(self, name: str) -> int:
         return self._of_callers[(name,)]
 
+    def by_host(self) -> dict[tuple[str, str], int]:
+        """Places by caller and host, of shares without connections; a host that is its caller's name has that."""
+        found = {(account[0], account[1]): n for account, n in self._of_callers.items() if len(account) > 1}
+        elsewhere = Counter[str]()
+        for (name, _), places in found.items():
+            elsewhere[name] += places
+        for account, places in self._of_callers.items():
+            if len(account) == 1 and places > elsewhere[account[0]]:
+                found[account[0], account[0]] = places - elsewhere[account[0]]
+        return found
+
     def take(self, places: int = 1) -> TakenShare:
         """For the caller of the call that runs now; returns what to give back.
 

@@ -65,6 +65,10 @@ class Waiters(Generic[Key]):
                 if not woken.done():
                     woken.set_exception(self._refusal())
 
+    def undrain(self) -> None:
+        """Takes calls that wait again."""
+        self._draining = False
+
     def _forget(self, key: Key, woken: asyncio.Future[None]) -> None:
         waiting = self._waiting.get(key)
         if waiting is not None:

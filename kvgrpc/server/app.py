@@ -18,7 +18,7 @@ import grpc
 
 import kvgrpc
 from kvgrpc.dataplane.base import DataPlane, DialledByPeers
-from kvgrpc.errors import CredentialsInvalid, EngineNotFound, InvalidRequest, StaleEpoch
+from kvgrpc.errors import CredentialsInvalid, EngineNotFound, InvalidRequest, ServerDraining, StaleEpoch
 from kvgrpc.events import EventPublisher, NullEventPublisher
 from kvgrpc.events.base import SHUTDOWN_SECONDS
 from kvgrpc.events.servicer import EventServicer
@@ -39,6 +39,7 @@ from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread, background
 from kvgrpc.rpc.within import check_seconds, within
 from kvgrpc.server.cache_peer import CachePeer, lent_of
+from kvgrpc.server.callers import CallersHere
 from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime, aside, close_at_exit, forget
 from kvgrpc.server.config import RankConfig
@@ -72,6 +73,8 @@ _STOP_GRACE_SECONDS = 1.0
 _BESIDES_A_FRAME_BYTES = 64 * 1024
 # For the writes of rooms that a drain cancelled: their pages come back after the settle time of 2 s.
 _CANCELLED_WRITES_SECONDS = 5.0
+# For a registry to take the row of a rank that drains no more.
+_UNDRAIN_SECONDS = 10.0
 _ABANDON_SECONDS = 4.0
 _DROPPED_SECONDS = 10.0
 # For a registry to name the successor of a rank that is dead; it may have died with it.
@@ -124,6 +127,8 @@ class Rank(Generic[Transfer]):
         self._following = Following(self._channel_to_a_registry)
         self._policy = AddressPolicy(config.bootstrap_allow, _configured(config.registry))
         self._registration: Registration | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        self._bound = ""
         self._listener: Listener | None = None
         self._event_servicer: EventServicer | None = None
         self.prefetch: PrefetchManager | None = None
@@ -214,6 +219,43 @@ class Rank(Generic[Transfer]):
         """On the loop: refuses new work, waits ``grace`` seconds for what runs, and 5 s for the writes of the rest."""
         return await self._drain(grace, grace + _CANCELLED_WRITES_SECONDS)
 
+    async def undrain(self) -> None:
+        """On the loop: takes new work and registers again, as the same incarnation; health says so in the end."""
+        if self._closing:
+            raise ServerDraining(f"{self.ref} is about to end")
+        if self._listener is None or not self._listener.draining:
+            return
+        if self._superseded_by is not None:
+            raise StaleEpoch(
+                f"incarnation {self._superseded_by} took the place of {self.ref}: open it anew",
+                metadata={
+                    "rank": self.ref.rank,
+                    "requestEpoch": self.ref.epoch,
+                    "currentEpoch": self._superseded_by,
+                },
+            )
+        await self._serve_again()
+        try:
+            await self._register(min(self.config.start_timeout, _UNDRAIN_SECONDS))
+            if self._closing:
+                raise ServerDraining(f"{self.ref} is about to end")
+        except BaseException:
+            await self._drain(0.0, _CANCELLED_WRITES_SECONDS)
+            raise
+        self._listener.undrain()
+        logger.info("%s drains no more", self.ref)
+
+    async def _serve_again(self) -> None:
+        if self._leaving is not None:  # else it would take the new row away
+            await asyncio.wait([self._leaving])
+        self.transfer.undrain()
+        if self._event_servicer is not None:
+            self._event_servicer.undrain()
+        if self._prefetch_servicer is not None:
+            self._prefetch_servicer.undrain()
+        if self._cache_peer is not None:
+            await self._cache_peer.undrain()
+
     async def _open(self, deadline: float) -> None:
         config = self.config
         self.events = await asyncio.to_thread(publisher_of, config, self.ref)
@@ -240,16 +282,22 @@ class Rank(Generic[Transfer]):
         )
         self.address = advertised(bound[0], config.advertise)
         self._status.open(self._live, self._ready)
-        if config.registry:
-            embedded = config.registry == "embedded"
-            registry = bound[0] if embedded else ",".join(replicas(config.registry))
+        self._bound = bound[0]
+        await self._register(deadline)
+        if config.registry and self._cache_peer is not None:
+            own = config.registry == "embedded"
+            self._cache_peer.follow(self.address if own else ",".join(replicas(config.registry)))
+        self._join_replica()
+        self._say_where_it_is()
+
+    async def _register(self, deadline: float) -> None:
+        """Where there is a registry."""
+        if self.config.registry:
+            embedded = self.config.registry == "embedded"
+            registry = self._bound if embedded else ",".join(replicas(self.config.registry))
             channel = self._channel_to_ourselves if embedded else self._own_channel
             self._registration = Registration(channel, registry, [self._row()], on_superseded=self._on_superseded)
             await self._registration.start(deadline)
-            if self._cache_peer is not None:
-                self._cache_peer.follow(self.address if embedded else registry)
-        self._join_replica()
-        self._say_where_it_is()
 
     def _join_replica(self) -> None:
         """Ranks of one replica agree on what they prefetch; the one with pp = cp = tp = 0 leads."""
@@ -304,9 +352,9 @@ class Rank(Generic[Transfer]):
         if self._listener is not None:
             await self._listener.drain()
         if self._registration is not None:
-            leaving = background(self._registration.close(), "registration-close")
+            self._leaving = background(self._registration.close(), "registration-close")
             self._registration = None
-            await asyncio.wait([leaving], timeout=time.left())
+            await asyncio.wait([self._leaving], timeout=time.left())
         left = time.left()
         try:
             drained, open_rooms = await within(left, self.transfer.drain(min(grace, left * 0.8)))
@@ -464,8 +512,15 @@ class Rank(Generic[Transfer]):
         def draining() -> bool:
             return self._listener is not None and self._listener.draining
 
-        add_ServerServiceServicer_to_server(ServerServicer(info, self, draining), server)
+        add_ServerServiceServicer_to_server(ServerServicer(info, self, draining, self._callers()), server)
         return names
+
+    def _callers(self) -> CallersHere:
+        assert self._listener is not None and self._event_servicer is not None  # it is the listener's start that asks
+        if self._registry is None:
+            return CallersHere(self._listener.admission, [self._event_servicer.readers])
+        readers = [self._event_servicer.readers, self._registry.readers]
+        return CallersHere(self._listener.admission, readers, self._registry.store.rows_by_owner)
 
     def _row(self) -> RankRow:
         config = self.config

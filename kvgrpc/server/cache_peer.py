@@ -14,7 +14,7 @@ import grpc
 import kvgrpc
 from kvgrpc.dataplane import open_plane
 from kvgrpc.dataplane.base import DataPlane
-from kvgrpc.errors import PeerUnreachable
+from kvgrpc.errors import PeerUnreachable, ServerDraining
 from kvgrpc.model import EngineLoad, ModelIdentity, RankId, RankRef
 from kvgrpc.net import advertised, joined, split
 from kvgrpc.observability.staging import forget_staging, watch_staging
@@ -31,6 +31,7 @@ from kvgrpc.pull.taker import Taker
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread, background
+from kvgrpc.server.callers import CallersHere
 from kvgrpc.server.closing import ClosingTime, aside
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.description import ServerInfo, limits_to_pb
@@ -142,6 +143,17 @@ class CachePeer:
         drained = [await each.drain(grace / 2) for each in (self._sending, self._receiving)]
         return all(nothing_left for nothing_left, _ in drained), sum(rooms for _, rooms in drained)
 
+    async def undrain(self) -> None:
+        """Lends and takes again."""
+        if self._ended:
+            raise ServerDraining(f"the cache of {self._ref} is about to end")
+        for each in (self._sending, self._receiving):
+            each.undrain()
+        self.servicer.undrain()
+        if self._following is not None:
+            self._backend.connect(self._keys, self._taker, self._count)
+        self._listener.undrain()
+
     async def close(self, time: ClosingTime) -> bool:
         """Ends every room and frees the staging memory; False where a write may be left: the port stays bound then, and
         a later close looks again."""
@@ -214,7 +226,10 @@ class CachePeer:
         add_TransferServiceServicer_to_server(TransferServicer(self._sending), server)
         limits = ServerLimits(calls=limits_to_pb(self._config.call_limits))
         info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, rank=self._ref, limits=limits)
-        add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
+        callers = CallersHere(self._listener.admission)
+        add_ServerServiceServicer_to_server(
+            ServerServicer(info, self, lambda: self._listener.draining, callers), server
+        )
         return _SERVICES
 
 

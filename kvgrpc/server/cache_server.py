@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import grpc
 
 import kvgrpc
-from kvgrpc.errors import InvalidRequest, KvGrpcError
+from kvgrpc.errors import InvalidRequest, KvGrpcError, ServerDraining
 from kvgrpc.model import RankRef, Role, new_epoch
 from kvgrpc.net import advertised, replicas
 from kvgrpc.observability.logging import RateLimited, one_line
@@ -24,6 +24,7 @@ from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread, background
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES
 from kvgrpc.server.cache_peer import CachePeer
+from kvgrpc.server.callers import CallersHere
 from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime
 from kvgrpc.server.config import RankConfig
@@ -63,6 +64,7 @@ class CacheServer:
         self._pulls = pulls
         self._peer: CachePeer | None = None
         self._lines = RateLimited(logger)
+        self._closing = False
 
     @property
     def registered(self) -> bool:
@@ -81,6 +83,18 @@ class CacheServer:
         if self._peer is not None:
             await self._peer.drain(grace)
         return not self.cache.book.open(), 0
+
+    async def undrain(self) -> None:
+        """Its row comes when the registry takes it, as at the start."""
+        if self._closing:
+            raise ServerDraining(f"the cache of {self.cache.rank} is about to end")
+        if not self._listener.draining:
+            return
+        self._servicer.undrain()
+        if self._peer is not None:
+            await self._peer.undrain()
+        self._begin_to_register()
+        self._listener.undrain()
 
     async def _open(self) -> None:
         config = self.config
@@ -102,10 +116,13 @@ class CacheServer:
             self.address,
             config.registry or "none",
         )
-        if config.registry:
+        self._begin_to_register()
+        if config.registry and self._peer is not None:
+            self._peer.follow(",".join(replicas(config.registry)))
+
+    def _begin_to_register(self) -> None:
+        if self.config.registry:
             self._registering = background(self._register(), "cache-registration")
-            if self._peer is not None:
-                self._peer.follow(",".join(replicas(config.registry)))
 
     async def _register(self) -> None:
         """Until the registry has the row; a refusal that would be repeated is only said again."""
@@ -142,6 +159,7 @@ class CacheServer:
             await registration.close()
 
     async def _close(self, deadline: float) -> None:
+        self._closing = True
         await self.drain(0.0)
         if self._peer is not None:
             await self._peer.close(ClosingTime(deadline))
@@ -163,7 +181,10 @@ class CacheServer:
             limits=limits,
             security=self.config.server_security,
         )
-        add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
+        callers = CallersHere(self._listener.admission)
+        add_ServerServiceServicer_to_server(
+            ServerServicer(info, self, lambda: self._listener.draining, callers), server
+        )
         return names
 
 

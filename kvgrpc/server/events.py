@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import grpc
 
 import kvgrpc
+from kvgrpc.errors import ServerDraining
 from kvgrpc.events import EventPublisher
 from kvgrpc.events.servicer import MAX_WATCHES, EventServicer
 from kvgrpc.net import check_listen
 from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.server.callers import CallersHere
 from kvgrpc.server.check import check_call_limits
 from kvgrpc.server.description import ServerInfo, limits_to_pb
 from kvgrpc.server.listener import Check, Listener
@@ -51,6 +53,7 @@ class EventServer:
         self._call_limits = call_limits or CallLimits()
         self._listener = Listener({_SERVICES[0]: healthy or (lambda: publisher.healthy)}, Admission(self._call_limits))
         self._loop = LoopThread.shared()
+        self._closing = False
 
     def open(self) -> EventServer:
         """Raises AddressNotAllowed for an address that is taken, or plaintext that others reach."""
@@ -66,11 +69,18 @@ class EventServer:
         await self._listener.drain()
         return True, 0
 
+    async def undrain(self) -> None:
+        if self._closing:
+            raise ServerDraining(f"{self.address} is about to end")
+        self._servicer.undrain()
+        self._listener.undrain()
+
     async def _open(self) -> None:
         bound = await self._listener.start(self._add_servicers, self._listen, self._security)
         self.address = bound[0]
 
     async def _close(self) -> None:
+        self._closing = True
         await self.drain(0.0)
         await self._listener.stop(1.0)
 
@@ -78,5 +88,8 @@ class EventServer:
         add_EventServiceServicer_to_server(self._servicer, server)
         limits = ServerLimits(calls=limits_to_pb(self._call_limits))
         info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=limits, security=self._security)
-        add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
+        callers = CallersHere(self._listener.admission, [self._servicer.readers])
+        add_ServerServiceServicer_to_server(
+            ServerServicer(info, self, lambda: self._listener.draining, callers), server
+        )
         return _SERVICES

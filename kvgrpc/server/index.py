@@ -13,6 +13,7 @@ from kvgrpc.events.following.index_servicer import IndexServicer
 from kvgrpc.events.following.questions import MAX_BLOCKS, MAX_PLAN_PROMPTS, MAX_PROMPTS, MAX_TOKENS
 from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
+from kvgrpc.server.callers import CallersHere
 from kvgrpc.server.description import ServerInfo, limits_to_pb
 from kvgrpc.server.listener import Listener
 from kvgrpc.server.servicer import ServerServicer
@@ -59,6 +60,11 @@ class IndexServer(ServerAlone):
         await self._listener.drain()
         return True, 0
 
+    async def undrain(self) -> None:
+        self._check_not_closing()
+        self._servicer.undrain()
+        self._listener.undrain()
+
     def _live(self) -> dict[str, bool]:
         return {"loop": self._loop.healthy, "index": self._closing or self.index.healthy}
 
@@ -90,5 +96,8 @@ class IndexServer(ServerAlone):
         )
         limits = ServerLimits(calls=limits_to_pb(self._call_limits), index=index)
         info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=limits, security=self._security)
-        add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
+        callers = CallersHere(self._listener.admission)
+        add_ServerServiceServicer_to_server(
+            ServerServicer(info, self, lambda: self._listener.draining, callers), server
+        )
         return _SERVICES

@@ -64,6 +64,11 @@ class Listener:
         """True once ``drain`` or ``stop`` was called."""
         return self._draining
 
+    @property
+    def admission(self) -> Admission:
+        """The bounds of its calls, and which are open."""
+        return self._admission
+
     def serving(self) -> dict[str, bool]:
         """Returns for each service, by its full name, if it is SERVING; on any thread."""
         return {name: self._health.serving(name) for name in self._services}
@@ -119,6 +124,11 @@ class Listener:
     async def drain(self) -> None:
         """Health says NOT_SERVING from now on; calls are still served."""
         self._draining = True
+        self._look()
+
+    def undrain(self) -> None:
+        """Health says how it is again. Not after ``refuse`` or ``stop``."""
+        self._draining = False
         self._look()
 
     async def refuse(self) -> None:

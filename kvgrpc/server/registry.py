@@ -15,6 +15,7 @@ from kvgrpc.registry.store.base import Store
 from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
+from kvgrpc.server.callers import CallersHere
 from kvgrpc.server.check import check_lease_ttl
 from kvgrpc.server.description import ServerInfo, limits_to_pb
 from kvgrpc.server.listener import Listener
@@ -60,6 +61,11 @@ class RegistryServer(ServerAlone):
         await self._listener.drain()
         return True, 0
 
+    async def undrain(self) -> None:
+        self._check_not_closing()
+        self._servicer.undrain()
+        self._listener.undrain()
+
     def _live(self) -> dict[str, bool]:
         return {"loop": self._loop.healthy, "registry": self._closing or self._servicer.healthy}
 
@@ -76,8 +82,11 @@ class RegistryServer(ServerAlone):
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
         add_registry_to_server(self._servicer, server)
         limits = ServerLimits(calls=limits_to_pb(self._call_limits), registry=self._servicer.limits)
+        callers = CallersHere(self._listener.admission, [self._servicer.readers], self._servicer.store.rows_by_owner)
         info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=limits, security=self._security)
-        add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
+        add_ServerServiceServicer_to_server(
+            ServerServicer(info, self, lambda: self._listener.draining, callers), server
+        )
         return _SERVICES
 
 

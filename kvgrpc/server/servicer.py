@@ -9,11 +9,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvgrpc.observability.logging import one_line
+from kvgrpc.paging import page_size, page_token, read_page_token
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.rpc.callers import caller
+from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import CallerRole
 from kvgrpc.rpc.tls import certificate_end
+from kvgrpc.server.callers import CallersHere, first_fitting
 from kvgrpc.server.description import ServerInfo, port_security, versions
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import server_service_pb2 as pb
@@ -31,12 +34,29 @@ class Drainable(Protocol):
     async def drain(self, grace: float) -> tuple[bool, int]:
         """Ends within about ``grace`` seconds. Returns whether nothing is left, and how many rooms are still open."""
 
+    async def undrain(self) -> None:
+        """Takes a drain back, and changes nothing where none began; one that still waits was cancelled before.
+
+        Raises ServerDraining where it is about to end, StaleEpoch where another incarnation has its place, and what
+        else a registry refuses: it drains on then.
+        """
+
 
 class ServerServicer(ServerServiceServicer):
-    """Served by every process, on its event loop. ``draining()``: whether something else began to drain it."""
+    """Served by every process, on its event loop. ``draining()``: whether something else began to drain it;
+    ``callers``: who calls it."""
 
-    def __init__(self, info: ServerInfo, drainable: Drainable, draining: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        info: ServerInfo,
+        drainable: Drainable,
+        draining: Callable[[], bool] = lambda: False,
+        callers: CallersHere | None = None,
+    ) -> None:
         self._info = info
+        self._callers = callers or CallersHere(Admission())
+        # Of draining and undraining one begins after the other.
+        self._steering = asyncio.Lock()
         self._drainable = drainable
         self._draining_elsewhere = draining
         self._started = time.time()
@@ -72,11 +92,31 @@ class ServerServicer(ServerServiceServicer):
         grace = _DEFAULT_GRACE_SECONDS
         if request.HasField("grace"):
             grace = seconds_from_pb("grace", request.grace, _LONGEST_GRACE_SECONDS)
-        if self._draining is None or self._draining.done():
-            self._draining = background(self._drainable.drain(grace), "kvgrpc-drain")
-        # Shielded: a caller that goes away does not undo what it began.
-        drained, open_rooms = await asyncio.shield(self._draining)
+        async with self._steering:
+            if self._draining is None or self._draining.done():
+                self._draining = background(self._drainable.drain(grace), "kvgrpc-drain")
+            draining = self._draining
+        # So a caller that goes away does not undo what it began.
+        await asyncio.wait([draining])
+        drained, open_rooms = (False, 0) if draining.cancelled() else draining.result()
         return pb.DrainResponse(drained=drained, open_rooms=open_rooms)
+
+    async def Undrain(self, request: pb.UndrainRequest, context: object) -> pb.UndrainResponse:
+        async with self._steering:
+            draining, self._draining = self._draining, None
+            if draining is not None and not draining.done():
+                draining.cancel()
+                await asyncio.wait([draining])
+            await self._drainable.undrain()
+        return pb.UndrainResponse()
+
+    async def ListCallers(self, request: pb.ListCallersRequest, context: object) -> pb.ListCallersResponse:
+        after = read_page_token("ListCallers", request.page_token)
+        size = page_size(request.page_size)
+        rest = [caller for caller in self._callers.now(self._info.security.authenticates) if caller.key > after]
+        page = await first_fitting(rest[:size])
+        token = page_token("ListCallers", rest[len(page) - 1].key) if len(page) < len(rest) else ""
+        return pb.ListCallersResponse(callers=page, next_page_token=token)
 
     async def _certificate_end(self) -> float | None:
         """Off the loop: the file may lie on a disk that is away. Once a second for all who ask."""

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+from kvgrpc.errors import ServerDraining
 from kvgrpc.net import check_listen
 from kvgrpc.observability.http import StatusServer
 from kvgrpc.rpc.interceptors import CallLimits
@@ -85,6 +86,11 @@ class ServerAlone(ABC):
 
     @abstractmethod
     def _live(self) -> Mapping[str, bool]: ...
+
+    def _check_not_closing(self) -> None:
+        """Raises ServerDraining: who ends takes no drain back."""
+        if self._closing:
+            raise ServerDraining(f"{self.address} is about to end")
 
     def _ready(self) -> dict[str, bool]:
         return {"loop": self._loop.healthy, **self._listener.serving()}

@@ -146,6 +146,8 @@ class EventStream(_message.Message):
     PUBLISHER_FIELD_NUMBER: _builtins.int
     REPLAY_ENDPOINT_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    CONNECTS_TO_FIELD_NUMBER: _builtins.int
+    LISTENED_AT_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Name of the engine."""
     dp: _builtins.int
@@ -166,6 +168,12 @@ class EventStream(_message.Message):
     """Bytes that the journal keeps."""
     replay_endpoint: _builtins.str
     """Bound ZMQ ROUTER endpoint of the engines' own replay; empty when it is off."""
+    connects_to: _builtins.str
+    """ZMQ endpoint that PUB connects to, a proxy's perhaps, where it binds none; pub_endpoint is empty then."""
+    listened_at: _builtins.bool
+    """With connects_to: somebody listens there. While nobody does, live events go nowhere; Watch has them. Absent where ZMQ
+    cannot tell (inproc).
+    """
     @_builtins.property
     def publisher(self) -> _common_pb2.RankRef:
         """The incarnation that publishes."""
@@ -189,12 +197,16 @@ class EventStream(_message.Message):
         publisher: _common_pb2.RankRef | None = ...,
         replay_endpoint: _builtins.str = ...,
         state: Global___StateDigest | None = ...,
+        connects_to: _builtins.str = ...,
+        listened_at: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["publisher", b"publisher", "state", b"state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_listened_at", b"_listened_at", "listened_at", b"listened_at", "publisher", b"publisher", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp", b"dp", "dropped_batches", b"dropped_batches", "engine", b"engine", "journal_bytes", b"journal_bytes", "log_id", b"log_id", "next_sequence", b"next_sequence", "oldest_sequence", b"oldest_sequence", "pub_endpoint", b"pub_endpoint", "publisher", b"publisher", "replay_endpoint", b"replay_endpoint", "state", b"state", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_listened_at", b"_listened_at", "connects_to", b"connects_to", "dp", b"dp", "dropped_batches", b"dropped_batches", "engine", b"engine", "journal_bytes", b"journal_bytes", "listened_at", b"listened_at", "log_id", b"log_id", "next_sequence", b"next_sequence", "oldest_sequence", b"oldest_sequence", "pub_endpoint", b"pub_endpoint", "publisher", b"publisher", "replay_endpoint", b"replay_endpoint", "state", b"state", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__listened_at: _TypeAlias = _typing.Literal["listened_at"]  # noqa: Y015
+    _WhichOneofArgType__listened_at: _TypeAlias = _typing.Literal["_listened_at", b"_listened_at"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__listened_at) -> _WhichOneofReturnType__listened_at | None: ...
 
 Global___EventStream: _TypeAlias = EventStream  # noqa: Y015
 

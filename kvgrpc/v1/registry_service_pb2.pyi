@@ -7,7 +7,9 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvgrpc.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -19,6 +21,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Absence:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AbsenceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Absence.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ABSENCE_UNSPECIFIED: _Absence.ValueType  # 0
+    """Never sent."""
+    ABSENCE_DEREGISTERED: _Absence.ValueType  # 1
+    """It left: it drains or was closed, or an operator removed its row."""
+    ABSENCE_LEASE_RAN_OUT: _Absence.ValueType  # 2
+    """Nobody renewed its lease: its process is dead or stopped, or nothing comes through from it."""
+    ABSENCE_FENCED: _Absence.ValueType  # 3
+    """It is there and is refused: a newer incarnation was registered after it, and has left since. Restart it."""
+
+class Absence(_Absence, metaclass=_AbsenceEnumTypeWrapper):
+    """How a rank left the registry."""
+
+ABSENCE_UNSPECIFIED: Absence.ValueType  # 0
+"""Never sent."""
+ABSENCE_DEREGISTERED: Absence.ValueType  # 1
+"""It left: it drains or was closed, or an operator removed its row."""
+ABSENCE_LEASE_RAN_OUT: Absence.ValueType  # 2
+"""Nobody renewed its lease: its process is dead or stopped, or nothing comes through from it."""
+ABSENCE_FENCED: Absence.ValueType  # 3
+"""It is there and is refused: a newer incarnation was registered after it, and has left since. Restart it."""
+Global___Absence: _TypeAlias = Absence  # noqa: Y015
 
 @_typing.final
 class Endpoints(_message.Message):
@@ -136,6 +166,7 @@ class Engine(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     DP_LACKING_EVENTS_FIELD_NUMBER: _builtins.int
     MISSING_RANKS_FIELD_NUMBER: _builtins.int
+    ABSENT_RANKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     role: _common_pb2.Role.ValueType
@@ -168,6 +199,12 @@ class Engine(_message.Message):
     def missing_ranks(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RankId]:
         """Ranks of the layout that are not registered, which keep it from READY; the first 64, by coordinates. Of GetEngine only."""
 
+    @_builtins.property
+    def absent_ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbsentRank]:
+        """What became of those of missing_ranks that the registry knew before, in the same order; of the others it never heard
+        since its process started. Of GetEngine only.
+        """
+
     def __init__(
         self,
         *,
@@ -181,14 +218,49 @@ class Engine(_message.Message):
         model: _common_pb2.ModelIdentity | None = ...,
         dp_lacking_events: _abc.Iterable[_builtins.int] | None = ...,
         missing_ranks: _abc.Iterable[_common_pb2.RankId] | None = ...,
+        absent_ranks: _abc.Iterable[Global___AbsentRank] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_lacking_events", b"dp_lacking_events", "expected_ranks", b"expected_ranks", "layout", b"layout", "missing_ranks", b"missing_ranks", "model", b"model", "name", b"name", "ready", b"ready", "registered_ranks", b"registered_ranks", "role", b"role", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_ranks", b"absent_ranks", "dp_lacking_events", b"dp_lacking_events", "expected_ranks", b"expected_ranks", "layout", b"layout", "missing_ranks", b"missing_ranks", "model", b"model", "name", b"name", "ready", b"ready", "registered_ranks", b"registered_ranks", "role", b"role", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Engine: _TypeAlias = Engine  # noqa: Y015
+
+@_typing.final
+class AbsentRank(_message.Message):
+    """A rank that was there and is not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    ABSENCE_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    absence: Global___Absence.ValueType
+    """How it left."""
+    @_builtins.property
+    def rank(self) -> _common_pb2.RankRef:
+        """Its last incarnation; with FENCED the one that was refused last."""
+
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When, by the clock of the registry."""
+
+    def __init__(
+        self,
+        *,
+        rank: _common_pb2.RankRef | None = ...,
+        absence: Global___Absence.ValueType = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absence", b"absence", "rank", b"rank", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbsentRank: _TypeAlias = AbsentRank  # noqa: Y015
 
 @_typing.final
 class RegisterRequest(_message.Message):

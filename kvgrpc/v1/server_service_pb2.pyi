@@ -90,6 +90,34 @@ REGISTRATION_STATE_CLOSED: RegistrationState.ValueType  # 5
 """It deregistered: drained, or about to end."""
 Global___RegistrationState: _TypeAlias = RegistrationState  # noqa: Y015
 
+class _CallerRole:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CallerRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CallerRole.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CALLER_ROLE_UNSPECIFIED: _CallerRole.ValueType  # 0
+    """Nobody has to prove anything here, or it is of no role that a reader knows."""
+    CALLER_ROLE_RANK: _CallerRole.ValueType  # 1
+    """A rank of an engine."""
+    CALLER_ROLE_CONSUMER: _CallerRole.ValueType  # 2
+    """A router or an indexer."""
+    CALLER_ROLE_OPERATOR: _CallerRole.ValueType  # 3
+    """People and automation."""
+
+class CallerRole(_CallerRole, metaclass=_CallerRoleEnumTypeWrapper):
+    """What a caller proved to be."""
+
+CALLER_ROLE_UNSPECIFIED: CallerRole.ValueType  # 0
+"""Nobody has to prove anything here, or it is of no role that a reader knows."""
+CALLER_ROLE_RANK: CallerRole.ValueType  # 1
+"""A rank of an engine."""
+CALLER_ROLE_CONSUMER: CallerRole.ValueType  # 2
+"""A router or an indexer."""
+CALLER_ROLE_OPERATOR: CallerRole.ValueType  # 3
+"""People and automation."""
+Global___CallerRole: _TypeAlias = CallerRole  # noqa: Y015
+
 @_typing.final
 class GetServerInfoRequest(_message.Message):
     """Request of GetServerInfo."""
@@ -584,7 +612,7 @@ class DrainResponse(_message.Message):
     drained: _builtins.bool
     """True when no room and no write is left."""
     open_rooms: _builtins.int
-    """Rooms that are still open."""
+    """Rooms that are still open; 0 where an Undrain took the drain back."""
     def __init__(
         self,
         *,
@@ -598,3 +626,215 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class UndrainRequest(_message.Message):
+    """Request of Undrain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainRequest: _TypeAlias = UndrainRequest  # noqa: Y015
+
+@_typing.final
+class UndrainResponse(_message.Message):
+    """Response of Undrain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainResponse: _TypeAlias = UndrainResponse  # noqa: Y015
+
+@_typing.final
+class ListCallersRequest(_message.Message):
+    """Request of ListCallers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many, and at most 1 MiB of them; 0 means 100, more than 1,000 means 1,000."""
+    page_token: _builtins.str
+    """next_page_token of the page before, or empty for the first."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListCallersRequest: _TypeAlias = ListCallersRequest  # noqa: Y015
+
+@_typing.final
+class ListCallersResponse(_message.Message):
+    """Response of ListCallers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For the next page; empty on the last."""
+    @_builtins.property
+    def callers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Caller]:
+        """Callers of this process."""
+
+    def __init__(
+        self,
+        *,
+        callers: _abc.Iterable[Global___Caller] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["callers", b"callers", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListCallersResponse: _TypeAlias = ListCallersResponse  # noqa: Y015
+
+@_typing.final
+class Caller(_message.Message):
+    """One caller, as it calls from one host."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    OPEN_CALLS_FIELD_NUMBER: _builtins.int
+    OPEN_STREAMS_FIELD_NUMBER: _builtins.int
+    METHODS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    READERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Which its limits are counted by: that of its token ("consumer router-a") or certificate, else its host."""
+    role: Global___CallerRole.ValueType
+    """What it proved to be."""
+    address: _builtins.str
+    """The host that it calls from; of a Unix socket the socket."""
+    open_calls: _builtins.int
+    """Its unary calls that are served now."""
+    open_streams: _builtins.int
+    """Its streams that are open."""
+    rows: _builtins.int
+    """Rows of the registry here that it registered, at whichever replica."""
+    @_builtins.property
+    def methods(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenMethod]:
+        """Both by method, most first; the first 64."""
+
+    @_builtins.property
+    def readers(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewsReader]:
+        """What it reads of events and engines, most behind first; the first 64."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        role: Global___CallerRole.ValueType = ...,
+        address: _builtins.str = ...,
+        open_calls: _builtins.int = ...,
+        open_streams: _builtins.int = ...,
+        methods: _abc.Iterable[Global___OpenMethod] | None = ...,
+        rows: _builtins.int = ...,
+        readers: _abc.Iterable[Global___NewsReader] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "methods", b"methods", "name", b"name", "open_calls", b"open_calls", "open_streams", b"open_streams", "readers", b"readers", "role", b"role", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Caller: _TypeAlias = Caller  # noqa: Y015
+
+@_typing.final
+class OpenMethod(_message.Message):
+    """Calls of one method that are open."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    """Its path, as "/kvgrpc.v1.EventService/Watch"."""
+    open: _builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        open: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["method", b"method", "open", b"open"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenMethod: _TypeAlias = OpenMethod  # noqa: Y015
+
+@_typing.final
+class NewsReader(_message.Message):
+    """A stream by which a caller follows a process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    DP_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    BEHIND_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    """Its path: that of EventService.Watch or of RegistryService.WatchEngines."""
+    engine: _builtins.str
+    """Of a Watch, whose events."""
+    dp: _builtins.int
+    """Of a Watch, of which independent KV cache."""
+    behind: _builtins.int
+    """Batches, or changes of engines, that there are and that were not sent to it yet. Absent for who takes heartbeats alone,
+    and while a snapshot or a full state is on its way.
+    """
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """When it began."""
+
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        engine: _builtins.str = ...,
+        dp: _builtins.int = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        behind: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_behind", b"_behind", "behind", b"behind", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_behind", b"_behind", "behind", b"behind", "dp", b"dp", "engine", b"engine", "method", b"method", "start_time", b"start_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__behind: _TypeAlias = _typing.Literal["behind"]  # noqa: Y015
+    _WhichOneofArgType__behind: _TypeAlias = _typing.Literal["_behind", b"_behind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__behind) -> _WhichOneofReturnType__behind | None: ...
+
+Global___NewsReader: _TypeAlias = NewsReader  # noqa: Y015

@@ -45,6 +45,16 @@ class ServerServiceStub(object):
                 request_serializer=kvgrpc_dot_v1_dot_server__service__pb2.DrainRequest.SerializeToString,
                 response_deserializer=kvgrpc_dot_v1_dot_server__service__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/kvgrpc.v1.ServerService/Undrain',
+                request_serializer=kvgrpc_dot_v1_dot_server__service__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=kvgrpc_dot_v1_dot_server__service__pb2.UndrainResponse.FromString,
+                _registered_method=True)
+        self.ListCallers = channel.unary_unary(
+                '/kvgrpc.v1.ServerService/ListCallers',
+                request_serializer=kvgrpc_dot_v1_dot_server__service__pb2.ListCallersRequest.SerializeToString,
+                response_deserializer=kvgrpc_dot_v1_dot_server__service__pb2.ListCallersResponse.FromString,
+                _registered_method=True)
 
 
 class ServerServiceServicer(object):
@@ -68,6 +78,26 @@ class ServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Undrain(self, request, context):
+        """Takes a drain back: new rooms are taken, the rows are registered again, health turns SERVING. What the drain ended stays
+        ended; rooms that it still waits for go on, and its Drain answers that not all is drained. Of a process that does not
+        drain it changes nothing.
+        Roles: operator. Errors: SERVER_DRAINING (the process ends), STALE_EPOCH (a newer incarnation has its place), and those
+        of Register: it drains on then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListCallers(self, request, context):
+        """Lists who has calls open here, reads news, or registered rows here, ordered by name and address, paged. Calls of
+        ServerService and health checks, which no bound counts, are not there.
+        Roles: operator. Errors: INVALID_REQUEST.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ServerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -80,6 +110,16 @@ def add_ServerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=kvgrpc_dot_v1_dot_server__service__pb2.DrainRequest.FromString,
                     response_serializer=kvgrpc_dot_v1_dot_server__service__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=kvgrpc_dot_v1_dot_server__service__pb2.UndrainRequest.FromString,
+                    response_serializer=kvgrpc_dot_v1_dot_server__service__pb2.UndrainResponse.SerializeToString,
+            ),
+            'ListCallers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCallers,
+                    request_deserializer=kvgrpc_dot_v1_dot_server__service__pb2.ListCallersRequest.FromString,
+                    response_serializer=kvgrpc_dot_v1_dot_server__service__pb2.ListCallersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -137,6 +177,60 @@ class ServerService(object):
             '/kvgrpc.v1.ServerService/Drain',
             kvgrpc_dot_v1_dot_server__service__pb2.DrainRequest.SerializeToString,
             kvgrpc_dot_v1_dot_server__service__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvgrpc.v1.ServerService/Undrain',
+            kvgrpc_dot_v1_dot_server__service__pb2.UndrainRequest.SerializeToString,
+            kvgrpc_dot_v1_dot_server__service__pb2.UndrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCallers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvgrpc.v1.ServerService/ListCallers',
+            kvgrpc_dot_v1_dot_server__service__pb2.ListCallersRequest.SerializeToString,
+            kvgrpc_dot_v1_dot_server__service__pb2.ListCallersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,18 @@ class ServerServiceStub:
     plane has no write left. Returns when drained or at the deadline of the call. Repeating it is harmless.
     Roles: operator. Errors: INVALID_REQUEST.
     """
+    Undrain: _grpc.UnaryUnaryMultiCallable[_server_service_pb2.UndrainRequest, _server_service_pb2.UndrainResponse]
+    """Takes a drain back: new rooms are taken, the rows are registered again, health turns SERVING. What the drain ended stays
+    ended; rooms that it still waits for go on, and its Drain answers that not all is drained. Of a process that does not
+    drain it changes nothing.
+    Roles: operator. Errors: SERVER_DRAINING (the process ends), STALE_EPOCH (a newer incarnation has its place), and those
+    of Register: it drains on then.
+    """
+    ListCallers: _grpc.UnaryUnaryMultiCallable[_server_service_pb2.ListCallersRequest, _server_service_pb2.ListCallersResponse]
+    """Lists who has calls open here, reads news, or registered rows here, ordered by name and address, paged. Calls of
+    ServerService and health checks, which no bound counts, are not there.
+    Roles: operator. Errors: INVALID_REQUEST.
+    """
 
 @_typing.type_check_only
 class ServerServiceAsyncStub(ServerServiceStub):
@@ -55,6 +67,18 @@ class ServerServiceAsyncStub(ServerServiceStub):
     Drain: _aio.UnaryUnaryMultiCallable[_server_service_pb2.DrainRequest, _server_service_pb2.DrainResponse]  # type: ignore[assignment]
     """Starts draining: health turns NOT_SERVING, new rooms are refused, running ones end; the port stays open until the data
     plane has no write left. Returns when drained or at the deadline of the call. Repeating it is harmless.
+    Roles: operator. Errors: INVALID_REQUEST.
+    """
+    Undrain: _aio.UnaryUnaryMultiCallable[_server_service_pb2.UndrainRequest, _server_service_pb2.UndrainResponse]  # type: ignore[assignment]
+    """Takes a drain back: new rooms are taken, the rows are registered again, health turns SERVING. What the drain ended stays
+    ended; rooms that it still waits for go on, and its Drain answers that not all is drained. Of a process that does not
+    drain it changes nothing.
+    Roles: operator. Errors: SERVER_DRAINING (the process ends), STALE_EPOCH (a newer incarnation has its place), and those
+    of Register: it drains on then.
+    """
+    ListCallers: _aio.UnaryUnaryMultiCallable[_server_service_pb2.ListCallersRequest, _server_service_pb2.ListCallersResponse]  # type: ignore[assignment]
+    """Lists who has calls open here, reads news, or registered rows here, ordered by name and address, paged. Calls of
+    ServerService and health checks, which no bound counts, are not there.
     Roles: operator. Errors: INVALID_REQUEST.
     """
 
@@ -79,6 +103,30 @@ class ServerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_server_service_pb2.DrainResponse, _abc.Awaitable[_server_service_pb2.DrainResponse]]:
         """Starts draining: health turns NOT_SERVING, new rooms are refused, running ones end; the port stays open until the data
         plane has no write left. Returns when drained or at the deadline of the call. Repeating it is harmless.
+        Roles: operator. Errors: INVALID_REQUEST.
+        """
+
+    @_abc_1.abstractmethod
+    def Undrain(
+        self,
+        request: _server_service_pb2.UndrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_server_service_pb2.UndrainResponse, _abc.Awaitable[_server_service_pb2.UndrainResponse]]:
+        """Takes a drain back: new rooms are taken, the rows are registered again, health turns SERVING. What the drain ended stays
+        ended; rooms that it still waits for go on, and its Drain answers that not all is drained. Of a process that does not
+        drain it changes nothing.
+        Roles: operator. Errors: SERVER_DRAINING (the process ends), STALE_EPOCH (a newer incarnation has its place), and those
+        of Register: it drains on then.
+        """
+
+    @_abc_1.abstractmethod
+    def ListCallers(
+        self,
+        request: _server_service_pb2.ListCallersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_server_service_pb2.ListCallersResponse, _abc.Awaitable[_server_service_pb2.ListCallersResponse]]:
+        """Lists who has calls open here, reads news, or registered rows here, ordered by name and address, paged. Calls of
+        ServerService and health checks, which no bound counts, are not there.
         Roles: operator. Errors: INVALID_REQUEST.
         """
 

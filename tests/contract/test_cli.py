@@ -316,8 +316,21 @@ def test_a_registry_with_tokens_lets_each_role_do_its_own(kvgrpc: Callable[..., 
         assert refused.code == 64 + 7 and refused.err.startswith("PERMISSION_DENIED")
         assert kvgrpc("drain", "-s", registry.address, "--token-file", str(operator)).code == 0
         assert kvgrpc("health", "-s", registry.address, "--token-file", str(operator)).code == 1
+        for word in ("undrain", "health"):
+            assert kvgrpc(word, "-s", registry.address, "--token-file", str(operator)).code == 0
+        nobody = kvgrpc("callers", "-s", registry.address, "--token-file", str(operator))
+        assert nobody.code == 0 and "nobody has anything open" in nobody.out
     finally:
         registry.close()
+
+
+def test_callers_are_told_with_what_they_have_open(kvgrpc: Callable[..., Ended], handoff: Handoff) -> None:
+    ended = kvgrpc("callers", "-s", handoff.prefill_address)
+    assert ended.code == 0 and "127.0.0.1" in ended.out
+    (caller,) = kvgrpc("callers", "-s", handoff.prefill_address, "--json").lines
+    assert (caller["name"], caller["rows"]) == ("127.0.0.1", 2)
+    methods = {each["method"].rpartition("/")[2]: each["open"] for each in caller["methods"]}
+    assert (methods["Session"], methods["KeepAlive"]) == (1, 2)
 
 
 def test_settings_come_from_the_environment_too(

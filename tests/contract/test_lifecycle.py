@@ -46,6 +46,7 @@ class Machine:
     def __init__(self) -> None:
         self.rooms_ended = asyncio.Event()
         self.graces: list[float] = []
+        self.undrained = 0
         self.fails: Exception | None = None
 
     async def drain(self, grace: float) -> tuple[bool, int]:
@@ -55,6 +56,11 @@ class Machine:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.rooms_ended.wait(), grace)
         return self.rooms_ended.is_set(), 0 if self.rooms_ended.is_set() else 3
+
+    async def undrain(self) -> None:
+        if self.fails is not None:
+            raise self.fails
+        self.undrained += 1
 
 
 class House:

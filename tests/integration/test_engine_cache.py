@@ -35,6 +35,7 @@ from kvgrpc.server import RankConfig, RegistryServer
 from kvgrpc.server.cache_server import CacheServer, open_cache
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
+from tests.support.waiting import wait_until
 
 PAGE_TOKENS = 4
 TOKENS = (
@@ -113,6 +114,9 @@ class SteppingEngine:
     def drain(self) -> None:
         self.orders.drain()
 
+    def undrain(self) -> None:
+        self.orders.undrain()
+
 
 @contextmanager
 def served(
@@ -154,6 +158,15 @@ def prompt(pages: int, first: int = 0) -> pb.PromptPages:
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "kvgrpc", *words], capture_output=True, text=True, timeout=60)
+
+
+def test_a_drained_cache_that_serves_again_is_at_the_registry_again() -> None:
+    with served() as (server, _, registry), SyncClient(server.address) as client, SyncClient(registry) as known:
+        client.drain(0.0)
+        assert not known.list_engines() and not server.registered
+        client.undrain()
+        wait_until(lambda: [engine.name for engine in known.list_engines()] == ["P0"])
+        assert client.health() == "SERVING"
 
 
 def test_an_order_by_the_engines_name_is_done_when_the_engine_steps() -> None:

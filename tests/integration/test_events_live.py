@@ -21,6 +21,7 @@ import zmq
 
 from kvgrpc.events import BlockRemoved, BlockStored, EventServicer, KVEventBatch, ZmqEventPublisher, decode_batch
 from kvgrpc.events.live import listening
+from kvgrpc.events.wire import stream_to_pb
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.observability.metrics import REGISTRY
 from kvgrpc.v1 import event_service_pb2 as pb
@@ -204,10 +205,14 @@ def test_a_concrete_address_at_which_nobody_listens_is_said_once_and_so_is_who_c
     with publisher(address, bind=False) as opened:
         wait_until(lambda: said(caplog) == ["nobody listens"])
         assert unheard() == before + 1
+        told = stream_to_pb(opened.stream.state())
+        assert (told.pub_endpoint, told.connects_to, told.HasField("listened_at")) == ("", address, True)
+        assert not told.listened_at
         for _ in range(2):
             with subscriber(address, bind=True) as proxy:
                 publish_until_heard(opened, proxy)
                 wait_until(lambda: unheard() == before)
+                assert stream_to_pb(opened.stream.state()).listened_at
             wait_until(lambda: unheard() == before + 1)
         assert said(caplog) == ["nobody listens", "is listened at"] * 2 + ["nobody listens"]
     assert unheard() == before

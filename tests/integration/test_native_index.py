@@ -347,6 +347,9 @@ def test_a_token_lets_in_whom_it_is_meant_for(guarded: str) -> None:
         with pytest.raises(PermissionDenied) as denied:
             client.drain()
         assert denied.value.metadata["method"] == "/kvgrpc.v1.ServerService/Drain"
+        for call in (client.undrain, client.list_callers):
+            with pytest.raises(PermissionDenied):
+                call()
     with SyncClient(guarded) as client, pytest.raises(CredentialsInvalid):
         client.score(asked(1))
     with SyncClient(guarded, security=ClientSecurity(token="x" * 32)) as client, pytest.raises(CredentialsInvalid):
@@ -357,6 +360,10 @@ def test_a_token_lets_in_whom_it_is_meant_for(guarded: str) -> None:
     with SyncClient(guarded, security=ClientSecurity(token=SECRET + "o")) as client:
         client.drain()
         wait_until(lambda: client.get_server_info().draining)
+        client.undrain()
+        assert not client.get_server_info().draining
+        assert client.score(asked(1)).prompts
+        assert client.list_callers() == []
 
 
 @pytest.mark.parametrize(

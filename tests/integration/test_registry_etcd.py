@@ -26,14 +26,16 @@ from kvgrpc.errors import (
     WarmingUp,
 )
 from kvgrpc.model import Layout, Role
+from kvgrpc.observability import metrics
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.registry import wire
 from kvgrpc.registry.client.registration import Registration
-from kvgrpc.registry.model import EVERY_RANK, RankRow
+from kvgrpc.registry.model import BEFORE_ALL, EVERY_RANK, Absence, RankRow
 from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
 from kvgrpc.registry.store.etcd import EtcdStore, view
 from kvgrpc.registry.store.etcd.client import EtcdClient
 from kvgrpc.registry.store.etcd.housekeeping import Housekeeping
+from kvgrpc.registry.store.etcd.keys import etcd_lease
 from kvgrpc.registry.store.etcd.v1 import etcd_pb2
 from kvgrpc.rpc.audience import Audiences
 from kvgrpc.rpc.channel import open_channel
@@ -179,6 +181,46 @@ class TestReplicasAreOneRegistry:
         await replicas[0].register(row())
         await until(lambda: bool(replicas[1].known()))
         await until(lambda: not replicas[0].known() and not replicas[1].known())
+
+    async def test_leases_that_ran_out_are_counted_and_not_what_was_taken_out(self, etcd: Etcd) -> None:
+        """At each replica, which are both in this process."""
+        replicas = [await Replica(etcd, "/ran-out/", ttl=60.0).start() for _ in range(2)]
+        before = leases_that_ran_out()
+
+        async def until_gone() -> None:
+            await until(lambda: not any(replica.known() for replica in replicas))
+
+        for epoch in (1, 2):
+            await replicas[0].register(row("P", epoch=epoch))
+        await replicas[0].register(row("P", epoch=3, role=Role.DECODE))
+        await until(lambda: all(replica.known() for replica in replicas))
+        await replicas[1].stub.Deregister(pb.DeregisterRequest(ranks=[rank_ref_to_pb(row("P", epoch=3).ref)]))
+        await until_gone()
+        assert leases_that_ran_out() == before
+        (lease,) = (await replicas[0].register(row("P", epoch=4))).leases
+        await until(lambda: all(replica.known() for replica in replicas))
+        await replicas[0].store._client.revoke(etcd_lease(lease.lease_id))
+        await until_gone()
+        assert leases_that_ran_out() == before + 2
+        for replica in replicas:
+            await replica.stop()
+
+    async def test_each_says_how_the_ranks_left_that_are_missing(self, etcd: Etcd) -> None:
+        replicas = [await Replica(etcd, "/left/", ttl=60.0).start() for _ in range(2)]
+        layout = Layout(tp=4)
+        leases = [(await replicas[0].register(row(tp=tp, layout=layout))).leases[0].lease_id for tp in range(4)]
+        await until(lambda: all(len(replica.known()) == 4 for replica in replicas))
+        gone = rank_ref_to_pb(row(tp=1).ref)
+        await replicas[1].stub.Deregister(pb.DeregisterRequest(ranks=[gone]), timeout=20)
+        await replicas[0].store._client.revoke(etcd_lease(leases[2]))
+        await replicas[1].register(row(tp=3, epoch=2, layout=layout))
+        await until(lambda: all(len(replica.known()) == 2 for replica in replicas))
+        for replica in replicas:
+            found = replica.store.table.get("P", BEFORE_ALL, 10)
+            assert found is not None
+            left = [(each.ref.rank.tp, each.absence) for each in found.absent_ranks]
+            assert left == [(1, Absence.DEREGISTERED), (2, Absence.LEASE_RAN_OUT)]
+            await replica.stop()
 
     async def test_a_newer_epoch_replaces_and_fences_everywhere(self, replicas: list[Replica]) -> None:
         here, there = replicas
@@ -491,6 +533,10 @@ class TestFaults:
         assert there.known() == {row("A"), row("B")}
         await there.store._view._load()
         assert not there.known()
+
+
+def leases_that_ran_out() -> float:
+    return metrics.REGISTRY.get_sample_value("kvgrpc_registry_leases_expired_total") or 0.0
 
 
 def rows_from_now_on(replica: Replica) -> list[int]:

@@ -60,11 +60,19 @@ def stream_row(stream: event_service_pb2.EventStream) -> Sequence[object]:
         stream.next_sequence,
         size(stream.journal_bytes),
         stream.dropped_batches,
-        stream.pub_endpoint,
+        live_endpoint(stream),
         stream.topic.decode(errors="replace"),
         stream.log_id,
         incarnation_name(stream.publisher),
     )
+
+
+def live_endpoint(stream: event_service_pb2.EventStream) -> str:
+    """Where live events are found: the endpoint that is bound, or that they are sent to."""
+    if not stream.connects_to:
+        return stream.pub_endpoint
+    unheard = stream.HasField("listened_at") and not stream.listened_at
+    return f"to {stream.connects_to}{', where nobody listens' if unheard else ''}"
 
 
 @click.group()

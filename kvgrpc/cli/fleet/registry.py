@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvgrpc.cli.connection import calls_a_registry, json_option
-from kvgrpc.cli.names import incarnation_name, layout_name, model_name, rank_name, role_name
+from kvgrpc.cli.names import incarnation_name, layout_name, model_name, rank_name, role_name, value_name
 from kvgrpc.cli.output import show_json, show_table, size
 from kvgrpc.errors import EngineNotFound
 from kvgrpc.observability.logging import one_line
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from kvgrpc.v1 import registry_service_pb2 as pb
 
 MOST_MISSING = 8
+LONGEST_LINE = 1024
+# By the numbers of Absence.
+_ABSENCES = {
+    1: "left (drained, closed or deregistered)",
+    2: "is gone (nobody renewed its lease)",
+    3: "is fenced (it runs, and a newer incarnation was there: restart it)",
+}
 WARMS_UP = "the registry warms up: more may be there"
 
 
@@ -55,20 +62,37 @@ def engines(client: SyncClient, role: str | None, watch: bool, as_json: bool) ->
     show_table(f"Engines at {client.address}", columns, rows, "none is registered")
     for engine in found:
         if not engine.ready:
-            print(one_line(lacking(client, engine.name)))
+            for line in lacking(client, engine.name):
+                print(one_line(line, LONGEST_LINE))
     warn_of_warming_up(found)
     warn_of_missing_streams(found)
 
 
-def lacking(client: SyncClient, engine: str) -> str:
-    """Returns which ranks keep an engine from READY."""
+def lacking(client: SyncClient, name: str) -> Iterator[str]:
+    """The line of an engine that is not READY; none where it is by now, or has left."""
+    with contextlib.suppress(EngineNotFound):
+        engine = client.get_engine(name)
+        if not engine.ready:
+            yield not_ready(engine)
+
+
+def not_ready(engine: pb.Engine) -> str:
+    """The ranks that keep an engine from READY, and what became of each, as far as the registry knows."""
     from kvgrpc.wire import rank_id_from_pb
 
-    found = client.get_engine(engine)
-    missing = [str(rank_id_from_pb(each)) for each in found.missing_ranks]
-    beyond = found.expected_ranks - found.registered_ranks - MOST_MISSING
-    more = f" and {beyond} more" if beyond > 0 else ""
-    return f"{engine} is not READY: {', '.join(missing[:MOST_MISSING])}{more} did not register, or left"
+    became = {rank_name(each.rank): absence_text(each) for each in engine.absent_ranks}
+    missing = [str(rank_id_from_pb(each)) for each in engine.missing_ranks[:MOST_MISSING]]
+    told = [f"{rank} {became.get(rank, 'did not register')}" for rank in missing]
+    beyond = engine.expected_ranks - engine.registered_ranks - len(missing)
+    return f"{engine.name} is not READY: {', '.join(told)}{f' and {beyond} more' if beyond > 0 else ''}"
+
+
+def absence_text(absent: pb.AbsentRank) -> str:
+    """How and when a rank left."""
+    from kvgrpc.v1 import registry_service_pb2 as pb
+
+    how = _ABSENCES.get(absent.absence) or value_name(pb.Absence, absent.absence)
+    return f"{how} at {absent.time.ToDatetime():%Y-%m-%d %H:%M:%S} UTC"
 
 
 def show_changes(messages: Iterator[pb.WatchEnginesResponse], as_json: bool) -> None:

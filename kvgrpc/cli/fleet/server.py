@@ -1,4 +1,4 @@
-"""``kvgrpc info``, ``health`` and ``drain``: one process, whatever it serves."""
+"""``kvgrpc info``, ``health``, ``drain`` and ``undrain``: one process, whatever it serves."""
 
 from __future__ import annotations
 
@@ -138,3 +138,14 @@ def drain(client: SyncClient, grace: float, as_json: bool) -> None:
     else:
         show_record(client.address, [("drained", response.drained), ("open rooms", response.open_rooms)])
     sys.exit(not response.drained)
+
+
+@click.command()
+@calls_a_server
+def undrain(client: SyncClient) -> None:
+    """Take a drain back: the process takes new rooms, and its row is registered again, as the same incarnation.
+
+    What the drain ended stays ended. One whose place a newer incarnation took is refused (STALE_EPOCH): open it anew.
+    """
+    client.undrain()
+    click.echo(f"{client.address} serves")

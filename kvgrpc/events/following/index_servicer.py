@@ -57,6 +57,10 @@ class IndexServicer(IndexServiceServicer):
         """Answers SERVER_DRAINING from now on."""
         self._draining = True
 
+    def undrain(self) -> None:
+        """Answers again."""
+        self._draining = False
+
     def close(self) -> None:
         """Lets go of its threads."""
         self._large.close()

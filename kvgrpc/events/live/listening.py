@@ -32,6 +32,11 @@ class Listening:
         self._looked_at = 0.0
         self._lines = RateLimited(_log)
 
+    @property
+    def is_heard(self) -> bool:
+        """True while somebody listens, by the last look; on any thread."""
+        return self._alone_since is None
+
     def look(self) -> None:
         """Says in the log when nobody has listened for a while, and when somebody does again. For every pass."""
         now = time.monotonic()

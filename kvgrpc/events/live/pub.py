@@ -48,7 +48,14 @@ class ZmqEventPublisher(JournalingPublisher):
                 raise
         self._router = router
         self._pub = live
-        super().__init__(rank, config, live, replay_endpoint=router.endpoint if router else "")
+        super().__init__(
+            rank,
+            config,
+            live,
+            replay_endpoint=router.endpoint if router else "",
+            connects_to=live.connects_to if live else "",
+            listened_at=live.is_listened_at if live else lambda: None,
+        )
         if router is not None:
             router.serve(self.stream)
 
@@ -93,6 +100,7 @@ class PubSocket:
         self._socket = open_socket(zmq.PUB, endpoint, hwm, monitored)
         self._listening = Listening(self._socket, endpoint.address) if monitored else None
         self.endpoint = bound_address(self._socket) if endpoint.bind else ""
+        self.connects_to = "" if endpoint.bind else endpoint.address
 
     def send(self, sequence: int, payload: bytes, batch: object) -> None:
         self._socket.send_multipart((self._topic, sequence.to_bytes(8, "big"), payload), zmq.NOBLOCK)
@@ -101,6 +109,10 @@ class PubSocket:
         """Now and then: whether anybody listens where it connects to."""
         if self._listening is not None:
             self._listening.look()
+
+    def is_listened_at(self) -> bool | None:
+        """On any thread: True while somebody listens where it connects to; None: it binds, or ZMQ cannot tell."""
+        return None if self._listening is None else self._listening.is_heard
 
     def close(self, deadline: float) -> None:
         """Returns when all subscribers have what was sent, or after ``deadline`` seconds; what is left is dropped."""

@@ -15,7 +15,7 @@ from kvgrpc.model import RankRef
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """Where a stream stands, as in the EventStream of the proto."""
+    """Where a stream stands, as in the EventStream of the proto. ``listened_at``: None where nobody can tell."""
 
     publisher: RankRef
     log_id: str
@@ -27,12 +27,16 @@ class StreamState:
     topic: bytes
     replay_endpoint: str
     state: StateDigest | None
+    connects_to: str = ""
+    listened_at: bool | None = None
 
 
 class EventStream:
     """The stream that one publisher writes. Thread-safe; nothing here blocks.
 
     ``journal`` is what can be replayed, ``recorder`` what snapshots are cut from, None where none are kept.
+    ``connects_to``: where live events are sent to, if nothing is bound for them; ``listened_at()``: whether anybody
+    takes them there.
     """
 
     def __init__(
@@ -45,6 +49,8 @@ class EventStream:
         pub_endpoint: str = "",
         topic: bytes = b"",
         replay_endpoint: str = "",
+        connects_to: str = "",
+        listened_at: Callable[[], bool | None] = lambda: None,
     ) -> None:
         self.publisher = publisher
         self.journal = journal
@@ -52,6 +58,8 @@ class EventStream:
         self.pub_endpoint = pub_endpoint
         self.topic = topic
         self.replay_endpoint = replay_endpoint
+        self.connects_to = connects_to
+        self._listened_at = listened_at
         self._queue = queue
         self._listeners: tuple[Callable[[], None], ...] = ()
         self._end_listeners: tuple[Callable[[], None], ...] = ()
@@ -101,6 +109,8 @@ class EventStream:
             self.topic,
             self.replay_endpoint,
             self.digest(upcoming),
+            self.connects_to,
+            self._listened_at(),
         )
 
     def listen(self, listener: Callable[[], None]) -> Callable[[], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvgrpc.model import RankRef
@@ -38,6 +38,10 @@ class Store(Protocol):
     @property
     def healthy(self) -> bool:
         """True between ``start`` and ``close``, as long as its own tasks run; a store that is away changes nothing."""
+
+    def rows_by_owner(self) -> Mapping[tuple[str, str], int]:
+        """Rows by the name and the host of the caller that registered them, at whichever replica; those of nobody are
+        left out."""
 
     async def start(self, on_change: OnChange) -> None:
         """Begins; leases do not run out before."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -15,7 +16,7 @@ from kvgrpc.observability.logging import RateLimited
 from kvgrpc.registry.acceptance import MAX_ENGINES, MAX_ROWS, Acceptance
 from kvgrpc.registry.clock import TICK_SECONDS, RunningClock
 from kvgrpc.registry.engine import LeasedRow
-from kvgrpc.registry.model import DEFAULT_TTL, Lease, RankRow
+from kvgrpc.registry.model import DEFAULT_TTL, Absence, Lease, RankRow
 from kvgrpc.registry.owners import Owners
 from kvgrpc.registry.store.base import OnChange
 from kvgrpc.registry.table import EngineTable
@@ -28,9 +29,9 @@ _log = logging.getLogger(__name__)
 class MemoryRegistry:
     """Soft state: what it knows is what ranks told it within the last ``ttl`` seconds. No clock or I/O of its own.
 
-    ``clock`` gives seconds that never go back. ``registry_id`` and ``lease_ids``, which never end, must differ from run
-    to run, so that leases of an earlier run are unknown. Not thread-safe. The cost of a call grows with its rows or
-    leases, never with what the registry holds.
+    ``clock`` gives seconds that never go back, ``wall_clock`` Unix seconds, for people. ``registry_id`` and
+    ``lease_ids``, which never end, must differ from run to run, so that leases of an earlier run are unknown. Not
+    thread-safe. The cost of a call grows with its rows or leases, never with what the registry holds.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class MemoryRegistry:
         ttl: float = DEFAULT_TTL,
         max_rows: int = MAX_ROWS,
         max_engines: int = MAX_ENGINES,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        self._wall_clock = wall_clock
         self.registry_id = registry_id
         self.ttl = ttl
         self._clock = clock
@@ -74,6 +77,10 @@ class MemoryRegistry:
     @property
     def rows(self) -> int:
         return self._table.rows
+
+    def rows_by_owner(self) -> dict[tuple[str, str], int]:
+        """See ``Store.rows_by_owner``."""
+        return self._owners.rows()
 
     @property
     def warming_up_for(self) -> float:
@@ -109,6 +116,7 @@ class MemoryRegistry:
             leased = self._table.leased(ref.rank)
             if leased is not None and leased.row.ref.epoch == ref.epoch:
                 self._remove(leased)
+                self._note(leased, Absence.DEREGISTERED)
                 removed += 1
         return removed
 
@@ -121,6 +129,7 @@ class MemoryRegistry:
             if leased.expires_at > now:
                 break
             self._remove(leased)
+            self._note(leased, Absence.LEASE_RAN_OUT)
             expired.append(leased.row.ref)
         self._ran_out += expired
         return tuple(expired)
@@ -160,6 +169,9 @@ class MemoryRegistry:
         self._table.remove(leased)
         del self._leases[leased.lease_id]
         self._fence(leased.row.ref)
+
+    def _note(self, leased: LeasedRow, absence: Absence) -> None:
+        self._table.departures.note(leased.row.ref, absence, self._wall_clock())
 
     def _fence(self, ref: RankRef) -> None:
         self._fences[ref.rank] = ref.epoch
@@ -215,6 +227,9 @@ class MemoryStore:
             self._ticking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([self._ticking])
+
+    def rows_by_owner(self) -> dict[tuple[str, str], int]:
+        return self.registry.rows_by_owner()
 
     async def register(self, rows: Sequence[RankRow]) -> Sequence[Lease]:
         try:

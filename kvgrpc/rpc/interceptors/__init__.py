@@ -7,8 +7,8 @@ comes before anything could tell whether something exists; admission counts only
 the servicer's own work. Each wraps the call, never a message: a frame of a session passes through nothing of this.
 """
 
-from kvgrpc.rpc.interceptors.admission import Admission, CallLimits
+from kvgrpc.rpc.interceptors.admission import Admission, CallLimits, OpenCalls
 from kvgrpc.rpc.interceptors.chain import interceptors_of
 from kvgrpc.rpc.methods import ALLOWED
 
-__all__ = ["ALLOWED", "Admission", "CallLimits", "interceptors_of"]
+__all__ = ["ALLOWED", "Admission", "CallLimits", "OpenCalls", "interceptors_of"]

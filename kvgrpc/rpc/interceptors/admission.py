@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvgrpc.errors import ServerDraining
 from kvgrpc.fields import Count
-from kvgrpc.rpc.callers import caller
+from kvgrpc.rpc.callers import Who, caller, who
 from kvgrpc.rpc.interceptors.call import Behaviour, Context, Method
 from kvgrpc.rpc.methods import HEALTH_CHECK, bound_of_one
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, SMALL_BYTES
@@ -48,6 +49,24 @@ class CallLimits:
         return None if found is None else (getattr(self, found[0]), found[1], found[0])
 
 
+@dataclass(slots=True)
+class OpenCalls:
+    """Calls of one caller that were admitted and have not ended: unary ones, streams, both by their paths."""
+
+    unary: int = 0
+    streams: int = 0
+    by_path: Counter[str] = field(default_factory=Counter)
+
+    def add(self, method: Method, calls: int) -> None:
+        if method.streams:
+            self.streams += calls
+        else:
+            self.unary += calls
+        self.by_path[method.path] += calls
+        if not self.by_path[method.path]:
+            del self.by_path[method.path]
+
+
 class Admission:
     """Bounds of one server: unary calls in flight, open streams, and both of one caller. Lives on one event loop."""
 
@@ -58,8 +77,14 @@ class Admission:
         self._shares = Shares(self._limits.streams, "streams", "call_limits.streams (KVGRPC_CALL_LIMITS)")
         self._bodies = Shares(MOST_BODY_BYTES, "bytes of requests")
         self._streams: set[asyncio.Task[Any]] = set()
+        self._open: dict[Who, OpenCalls] = {}
         self._ending = False
         self._refusing = False
+
+    @property
+    def open_calls(self) -> Mapping[Who, OpenCalls]:
+        """The counted calls that are open now, by who makes them."""
+        return self._open
 
     def end_streams(self) -> None:
         """Ends every open stream with SERVER_DRAINING, and each that begins from now on."""
@@ -99,7 +124,7 @@ class Admission:
         if method.path.startswith(_NOT_COUNTED):
             return inner
         bounded = self._of_caller(method, inner)
-        return self._stream(bounded) if method.streams else self._call(bounded)
+        return self._stream(method, bounded) if method.streams else self._call(method, bounded)
 
     def _of_caller(self, method: Method, inner: Behaviour) -> Behaviour:
         bound = self._limits.per_caller(method.path)
@@ -123,25 +148,42 @@ class Admission:
 
         return call
 
-    def _call(self, inner: Behaviour) -> Behaviour:
+    def _begin(self, method: Method) -> Who:
+        calling = who()
+        calls = self._open.get(calling)
+        if calls is None:
+            calls = self._open[calling] = OpenCalls()
+        calls.add(method, 1)
+        return calling
+
+    def _end(self, calling: Who, method: Method) -> None:
+        calls = self._open[calling]
+        calls.add(method, -1)
+        if not calls.by_path:
+            del self._open[calling]
+
+    def _call(self, method: Method, inner: Behaviour) -> Behaviour:
         async def call(request: Any, context: Context) -> Any:
             if self._refusing:
                 raise _draining()
             taken = self._calls.take()
+            calling = self._begin(method)
             try:
                 return await inner(request, context)
             finally:
+                self._end(calling, method)
                 self._calls.give_back(taken)
 
         return call
 
-    def _stream(self, inner: Behaviour) -> Behaviour:
+    def _stream(self, method: Method, inner: Behaviour) -> Behaviour:
         async def call(request: Any, context: Context) -> Any:
             if self._ending:
                 raise _draining()
             task = asyncio.current_task()
             assert task is not None
             taken = self._shares.take()
+            calling = self._begin(method)
             self._streams.add(task)
             try:
                 await _send_headers(context)
@@ -152,6 +194,7 @@ class Admission:
                 raise
             finally:
                 self._streams.discard(task)
+                self._end(calling, method)
                 self._shares.give_back(taken)
 
         return call

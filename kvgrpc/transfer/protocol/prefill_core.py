@@ -185,6 +185,10 @@ class PrefillCore:
             if not room.claimed:
                 self._refuse(room, failures.draining(self.me))
 
+    def undrain(self) -> None:
+        """Takes new rooms again; those that a drain refused stay refused."""
+        self.draining = False
+
     # What the shell does for the core.
 
     def take_work(self) -> PrefillWork:

@@ -151,6 +151,9 @@ class Runtime(Protocol):
     async def drain(self, grace: float) -> tuple[bool, int]:
         """Refuses new rooms and waits for open ones; (nothing is left, open rooms)."""
 
+    def undrain(self) -> None:
+        """Takes new rooms again. A drain that still waits was cancelled before; not after ``stop``."""
+
     async def stop(self) -> None: ...
 
 

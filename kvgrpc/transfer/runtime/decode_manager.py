@@ -144,6 +144,9 @@ class DecodeManager(TransferManager[DecodeRoom]):
         await self.until(lambda: self.core.held_pages == 0, grace)
         return not self.core.held_pages, self.open_rooms()
 
+    def undrain(self) -> None:
+        self.draining = False
+
     async def stop(self) -> None:
         self.closed = True
         self._fail_all(self.core.rooms)

@@ -183,6 +183,11 @@ class PrefillManager(TransferManager[PrefillRoom]):
         await self.until(lambda: self.core.open_writes == 0, grace)
         return self.core.open_writes == 0, self.core.open_rooms
 
+    def undrain(self) -> None:
+        self.draining = False
+        self.core.undrain()
+        self._sought.undrain()
+
     def on_plane_closed(self) -> None:
         """No write of this process is left anywhere: UNKNOWN writes become STOPPED (rule 7, writes)."""
         self.core.on_engine_destroyed()

@@ -33,8 +33,8 @@ REGISTRY, TRANSFER, EVENTS, INDEX, CACHE, PULL, SERVER = (
 )
 HEALTH_CHECK, HEALTH_WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-# It ends the process, for whoever may call it.
-NOT_CALLED = {SERVER + "Drain"}
+# They end the process, and take that back, for whoever may call them.
+NOT_CALLED = {SERVER + "Drain", SERVER + "Undrain"}
 HASHES, TOKENS = 65_536, 1 << 20
 FRAME_ROOMS = 60_000
 # The honest pair has rooms of small numbers, and an operator may cancel those.
@@ -99,6 +99,7 @@ def largest(caller: str, identity: pull_pb.PageIdentity) -> dict[str, list[Messa
         ],
         PULL + "ListPulls": [pull_pb.ListPullsRequest()],
         SERVER + "GetServerInfo": [server_service_pb2.GetServerInfoRequest()],
+        SERVER + "ListCallers": [server_service_pb2.ListCallersRequest(page_size=MAX_PAGE)],
         HEALTH_CHECK: [health_pb2.HealthCheckRequest()],
         HEALTH_WATCH: [health_pb2.HealthCheckRequest()],
     }

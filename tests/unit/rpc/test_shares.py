@@ -120,3 +120,18 @@ async def test_who_waits_gets_its_turn_and_connections_one_place_after_the_other
     for task in greedy:
         task.cancel()
     await asyncio.gather(*greedy, return_exceptions=True)
+
+
+def test_places_are_told_by_caller_and_host() -> None:
+    shares = Shares(1_024, "rows", connections=False)
+    for name, peer, places in (
+        ("rank *", "ipv4:10.0.0.1:1", 3),
+        ("rank *", "ipv4:10.0.0.2:1", 4),
+        ("10.0.0.3", "ipv4:10.0.0.3:1", 5),
+        ("10.0.0.3", "ipv4:10.0.0.3:2", 6),
+    ):
+        be(name, peer)
+        shares.take(places)
+    shares.hold((), 7)
+    told = {("rank *", "10.0.0.1"): 3, ("rank *", "10.0.0.2"): 4, ("10.0.0.3", "10.0.0.3"): 11}
+    assert shares.by_host() == told

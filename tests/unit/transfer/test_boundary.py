@@ -116,6 +116,9 @@ class Foreign:
     async def drain(self, grace: float) -> tuple[bool, int]:
         raise NotImplementedError
 
+    def undrain(self) -> None:
+        raise NotImplementedError
+
     async def stop(self) -> None:
         raise NotImplementedError
 

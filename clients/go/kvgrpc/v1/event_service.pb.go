@@ -269,7 +269,12 @@ type EventStream struct {
 	// Bound ZMQ ROUTER endpoint of the engines' own replay; empty when it is off.
 	ReplayEndpoint string `protobuf:"bytes,11,opt,name=replay_endpoint,json=replayEndpoint,proto3" json:"replay_endpoint,omitempty"`
 	// The state, where a snapshot is kept.
-	State         *StateDigest `protobuf:"bytes,12,opt,name=state,proto3" json:"state,omitempty"`
+	State *StateDigest `protobuf:"bytes,12,opt,name=state,proto3" json:"state,omitempty"`
+	// ZMQ endpoint that PUB connects to, a proxy's perhaps, where it binds none; pub_endpoint is empty then.
+	ConnectsTo string `protobuf:"bytes,15,opt,name=connects_to,json=connectsTo,proto3" json:"connects_to,omitempty"`
+	// With connects_to: somebody listens there. While nobody does, live events go nowhere; Watch has them. Absent where ZMQ
+	// cannot tell (inproc).
+	ListenedAt    *bool `protobuf:"varint,16,opt,name=listened_at,json=listenedAt,proto3,oneof" json:"listened_at,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -386,6 +391,20 @@ func (x *EventStream) GetState() *StateDigest {
 		return x.State
 	}
 	return nil
+}
+
+func (x *EventStream) GetConnectsTo() string {
+	if x != nil {
+		return x.ConnectsTo
+	}
+	return ""
+}
+
+func (x *EventStream) GetListenedAt() bool {
+	if x != nil && x.ListenedAt != nil {
+		return *x.ListenedAt
+	}
+	return false
 }
 
 // Request of ListStreams.
@@ -1916,7 +1935,7 @@ var File_kvgrpc_v1_event_service_proto protoreflect.FileDescriptor
 
 const file_kvgrpc_v1_event_service_proto_rawDesc = "" +
 	"\n" +
-	"\x1dkvgrpc/v1/event_service.proto\x12\tkvgrpc.v1\x1a\x16kvgrpc/v1/common.proto\"\xba\x03\n" +
+	"\x1dkvgrpc/v1/event_service.proto\x12\tkvgrpc.v1\x1a\x16kvgrpc/v1/common.proto\"\x91\x04\n" +
 	"\vEventStream\x12\x16\n" +
 	"\x06engine\x18\x01 \x01(\tR\x06engine\x12\x0e\n" +
 	"\x02dp\x18\x02 \x01(\rR\x02dp\x12\x15\n" +
@@ -1930,7 +1949,12 @@ const file_kvgrpc_v1_event_service_proto_rawDesc = "" +
 	"\tpublisher\x18\n" +
 	" \x01(\v2\x12.kvgrpc.v1.RankRefR\tpublisher\x12'\n" +
 	"\x0freplay_endpoint\x18\v \x01(\tR\x0ereplayEndpoint\x12,\n" +
-	"\x05state\x18\f \x01(\v2\x16.kvgrpc.v1.StateDigestR\x05state\"P\n" +
+	"\x05state\x18\f \x01(\v2\x16.kvgrpc.v1.StateDigestR\x05state\x12\x1f\n" +
+	"\vconnects_to\x18\x0f \x01(\tR\n" +
+	"connectsTo\x12$\n" +
+	"\vlistened_at\x18\x10 \x01(\bH\x00R\n" +
+	"listenedAt\x88\x01\x01B\x0e\n" +
+	"\f_listened_at\"P\n" +
 	"\x12ListStreamsRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\rR\bpageSize\x12\x1d\n" +
 	"\n" +
@@ -2160,6 +2184,7 @@ func file_kvgrpc_v1_event_service_proto_init() {
 		return
 	}
 	file_kvgrpc_v1_common_proto_init()
+	file_kvgrpc_v1_event_service_proto_msgTypes[0].OneofWrappers = []any{}
 	file_kvgrpc_v1_event_service_proto_msgTypes[3].OneofWrappers = []any{}
 	file_kvgrpc_v1_event_service_proto_msgTypes[8].OneofWrappers = []any{
 		(*KvEvent_Stored)(nil),

@@ -12,6 +12,7 @@ import (
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	durationpb "google.golang.org/protobuf/types/known/durationpb"
+	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
 	reflect "reflect"
 	sync "sync"
 	unsafe "unsafe"
@@ -23,6 +24,63 @@ const (
 	// Verify that runtime/protoimpl is sufficiently up-to-date.
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
+
+// How a rank left the registry.
+type Absence int32
+
+const (
+	// Never sent.
+	Absence_ABSENCE_UNSPECIFIED Absence = 0
+	// It left: it drains or was closed, or an operator removed its row.
+	Absence_ABSENCE_DEREGISTERED Absence = 1
+	// Nobody renewed its lease: its process is dead or stopped, or nothing comes through from it.
+	Absence_ABSENCE_LEASE_RAN_OUT Absence = 2
+	// It is there and is refused: a newer incarnation was registered after it, and has left since. Restart it.
+	Absence_ABSENCE_FENCED Absence = 3
+)
+
+// Enum value maps for Absence.
+var (
+	Absence_name = map[int32]string{
+		0: "ABSENCE_UNSPECIFIED",
+		1: "ABSENCE_DEREGISTERED",
+		2: "ABSENCE_LEASE_RAN_OUT",
+		3: "ABSENCE_FENCED",
+	}
+	Absence_value = map[string]int32{
+		"ABSENCE_UNSPECIFIED":   0,
+		"ABSENCE_DEREGISTERED":  1,
+		"ABSENCE_LEASE_RAN_OUT": 2,
+		"ABSENCE_FENCED":        3,
+	}
+)
+
+func (x Absence) Enum() *Absence {
+	p := new(Absence)
+	*p = x
+	return p
+}
+
+func (x Absence) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Absence) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvgrpc_v1_registry_service_proto_enumTypes[0].Descriptor()
+}
+
+func (Absence) Type() protoreflect.EnumType {
+	return &file_kvgrpc_v1_registry_service_proto_enumTypes[0]
+}
+
+func (x Absence) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Absence.Descriptor instead.
+func (Absence) EnumDescriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{0}
+}
 
 // Where a rank listens. "host:port", IPv6 in brackets. Empty: not served.
 type Endpoints struct {
@@ -232,7 +290,10 @@ type Engine struct {
 	// others publish them; the first 64. A router never learns what those cache: is their configuration the others'?
 	DpLackingEvents []uint32 `protobuf:"varint,9,rep,packed,name=dp_lacking_events,json=dpLackingEvents,proto3" json:"dp_lacking_events,omitempty"`
 	// Ranks of the layout that are not registered, which keep it from READY; the first 64, by coordinates. Of GetEngine only.
-	MissingRanks  []*RankId `protobuf:"bytes,10,rep,name=missing_ranks,json=missingRanks,proto3" json:"missing_ranks,omitempty"`
+	MissingRanks []*RankId `protobuf:"bytes,10,rep,name=missing_ranks,json=missingRanks,proto3" json:"missing_ranks,omitempty"`
+	// What became of those of missing_ranks that the registry knew before, in the same order; of the others it never heard
+	// since its process started. Of GetEngine only.
+	AbsentRanks   []*AbsentRank `protobuf:"bytes,11,rep,name=absent_ranks,json=absentRanks,proto3" json:"absent_ranks,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -337,6 +398,77 @@ func (x *Engine) GetMissingRanks() []*RankId {
 	return nil
 }
 
+func (x *Engine) GetAbsentRanks() []*AbsentRank {
+	if x != nil {
+		return x.AbsentRanks
+	}
+	return nil
+}
+
+// A rank that was there and is not.
+type AbsentRank struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its last incarnation; with FENCED the one that was refused last.
+	Rank *RankRef `protobuf:"bytes,1,opt,name=rank,proto3" json:"rank,omitempty"`
+	// How it left.
+	Absence Absence `protobuf:"varint,2,opt,name=absence,proto3,enum=kvgrpc.v1.Absence" json:"absence,omitempty"`
+	// When, by the clock of the registry.
+	Time          *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=time,proto3" json:"time,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AbsentRank) Reset() {
+	*x = AbsentRank{}
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AbsentRank) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AbsentRank) ProtoMessage() {}
+
+func (x *AbsentRank) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AbsentRank.ProtoReflect.Descriptor instead.
+func (*AbsentRank) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *AbsentRank) GetRank() *RankRef {
+	if x != nil {
+		return x.Rank
+	}
+	return nil
+}
+
+func (x *AbsentRank) GetAbsence() Absence {
+	if x != nil {
+		return x.Absence
+	}
+	return Absence_ABSENCE_UNSPECIFIED
+}
+
+func (x *AbsentRank) GetTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Time
+	}
+	return nil
+}
+
 // Request of Register.
 type RegisterRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -348,7 +480,7 @@ type RegisterRequest struct {
 
 func (x *RegisterRequest) Reset() {
 	*x = RegisterRequest{}
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[3]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -360,7 +492,7 @@ func (x *RegisterRequest) String() string {
 func (*RegisterRequest) ProtoMessage() {}
 
 func (x *RegisterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[3]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -373,7 +505,7 @@ func (x *RegisterRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RegisterRequest.ProtoReflect.Descriptor instead.
 func (*RegisterRequest) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{3}
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *RegisterRequest) GetRows() []*RankRow {
@@ -398,7 +530,7 @@ type RegisterResponse struct {
 
 func (x *RegisterResponse) Reset() {
 	*x = RegisterResponse{}
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[4]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -410,7 +542,7 @@ func (x *RegisterResponse) String() string {
 func (*RegisterResponse) ProtoMessage() {}
 
 func (x *RegisterResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[4]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -423,7 +555,7 @@ func (x *RegisterResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RegisterResponse.ProtoReflect.Descriptor instead.
 func (*RegisterResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{4}
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *RegisterResponse) GetLeases() []*RankLease {
@@ -460,7 +592,7 @@ type RankLease struct {
 
 func (x *RankLease) Reset() {
 	*x = RankLease{}
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[5]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -472,7 +604,7 @@ func (x *RankLease) String() string {
 func (*RankLease) ProtoMessage() {}
 
 func (x *RankLease) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[5]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -485,7 +617,7 @@ func (x *RankLease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankLease.ProtoReflect.Descriptor instead.
 func (*RankLease) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{5}
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *RankLease) GetRank() *RankRef {
@@ -513,7 +645,7 @@ type KeepAliveRequest struct {
 
 func (x *KeepAliveRequest) Reset() {
 	*x = KeepAliveRequest{}
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[6]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -525,7 +657,7 @@ func (x *KeepAliveRequest) String() string {
 func (*KeepAliveRequest) ProtoMessage() {}
 
 func (x *KeepAliveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[6]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -538,7 +670,7 @@ func (x *KeepAliveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeepAliveRequest.ProtoReflect.Descriptor instead.
 func (*KeepAliveRequest) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{6}
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *KeepAliveRequest) GetLeaseIds() []uint64 {
@@ -561,7 +693,7 @@ type KeepAliveResponse struct {
 
 func (x *KeepAliveResponse) Reset() {
 	*x = KeepAliveResponse{}
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[7]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -573,7 +705,7 @@ func (x *KeepAliveResponse) String() string {
 func (*KeepAliveResponse) ProtoMessage() {}
 
 func (x *KeepAliveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[7]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -586,7 +718,7 @@ func (x *KeepAliveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeepAliveResponse.ProtoReflect.Descriptor instead.
 func (*KeepAliveResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{7}
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *KeepAliveResponse) GetUnknownLeaseIds() []uint64 {
@@ -614,7 +746,7 @@ type DeregisterRequest struct {
 
 func (x *DeregisterRequest) Reset() {
 	*x = DeregisterRequest{}
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[8]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -626,7 +758,7 @@ func (x *DeregisterRequest) String() string {
 func (*DeregisterRequest) ProtoMessage() {}
 
 func (x *DeregisterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[8]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -639,7 +771,7 @@ func (x *DeregisterRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeregisterRequest.ProtoReflect.Descriptor instead.
 func (*DeregisterRequest) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{8}
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *DeregisterRequest) GetRanks() []*RankRef {
@@ -660,7 +792,7 @@ type DeregisterResponse struct {
 
 func (x *DeregisterResponse) Reset() {
 	*x = DeregisterResponse{}
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[9]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -672,7 +804,7 @@ func (x *DeregisterResponse) String() string {
 func (*DeregisterResponse) ProtoMessage() {}
 
 func (x *DeregisterResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[9]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -685,7 +817,7 @@ func (x *DeregisterResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeregisterResponse.ProtoReflect.Descriptor instead.
 func (*DeregisterResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{9}
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *DeregisterResponse) GetRemoved() uint32 {
@@ -710,7 +842,7 @@ type GetEngineRequest struct {
 
 func (x *GetEngineRequest) Reset() {
 	*x = GetEngineRequest{}
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[10]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -722,7 +854,7 @@ func (x *GetEngineRequest) String() string {
 func (*GetEngineRequest) ProtoMessage() {}
 
 func (x *GetEngineRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[10]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -735,7 +867,7 @@ func (x *GetEngineRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetEngineRequest.ProtoReflect.Descriptor instead.
 func (*GetEngineRequest) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{10}
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *GetEngineRequest) GetEngine() string {
@@ -772,7 +904,7 @@ type GetEngineResponse struct {
 
 func (x *GetEngineResponse) Reset() {
 	*x = GetEngineResponse{}
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[11]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -784,7 +916,7 @@ func (x *GetEngineResponse) String() string {
 func (*GetEngineResponse) ProtoMessage() {}
 
 func (x *GetEngineResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[11]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -797,7 +929,7 @@ func (x *GetEngineResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetEngineResponse.ProtoReflect.Descriptor instead.
 func (*GetEngineResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{11}
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *GetEngineResponse) GetEngine() *Engine {
@@ -831,7 +963,7 @@ type ListEnginesRequest struct {
 
 func (x *ListEnginesRequest) Reset() {
 	*x = ListEnginesRequest{}
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[12]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -843,7 +975,7 @@ func (x *ListEnginesRequest) String() string {
 func (*ListEnginesRequest) ProtoMessage() {}
 
 func (x *ListEnginesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[12]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -856,7 +988,7 @@ func (x *ListEnginesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListEnginesRequest.ProtoReflect.Descriptor instead.
 func (*ListEnginesRequest) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{12}
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ListEnginesRequest) GetPageSize() uint32 {
@@ -902,7 +1034,7 @@ type ListEnginesResponse struct {
 
 func (x *ListEnginesResponse) Reset() {
 	*x = ListEnginesResponse{}
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[13]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -914,7 +1046,7 @@ func (x *ListEnginesResponse) String() string {
 func (*ListEnginesResponse) ProtoMessage() {}
 
 func (x *ListEnginesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[13]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -927,7 +1059,7 @@ func (x *ListEnginesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListEnginesResponse.ProtoReflect.Descriptor instead.
 func (*ListEnginesResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{13}
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ListEnginesResponse) GetEngines() []*Engine {
@@ -968,7 +1100,7 @@ type RankSelector struct {
 
 func (x *RankSelector) Reset() {
 	*x = RankSelector{}
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[14]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -980,7 +1112,7 @@ func (x *RankSelector) String() string {
 func (*RankSelector) ProtoMessage() {}
 
 func (x *RankSelector) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[14]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -993,7 +1125,7 @@ func (x *RankSelector) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankSelector.ProtoReflect.Descriptor instead.
 func (*RankSelector) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{14}
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *RankSelector) GetDp() uint32 {
@@ -1044,7 +1176,7 @@ type ResolveRanksRequest struct {
 
 func (x *ResolveRanksRequest) Reset() {
 	*x = ResolveRanksRequest{}
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[15]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1056,7 +1188,7 @@ func (x *ResolveRanksRequest) String() string {
 func (*ResolveRanksRequest) ProtoMessage() {}
 
 func (x *ResolveRanksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[15]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1069,7 +1201,7 @@ func (x *ResolveRanksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResolveRanksRequest.ProtoReflect.Descriptor instead.
 func (*ResolveRanksRequest) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{15}
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ResolveRanksRequest) GetEngine() string {
@@ -1118,7 +1250,7 @@ type ResolveRanksResponse struct {
 
 func (x *ResolveRanksResponse) Reset() {
 	*x = ResolveRanksResponse{}
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[16]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1130,7 +1262,7 @@ func (x *ResolveRanksResponse) String() string {
 func (*ResolveRanksResponse) ProtoMessage() {}
 
 func (x *ResolveRanksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[16]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1143,7 +1275,7 @@ func (x *ResolveRanksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResolveRanksResponse.ProtoReflect.Descriptor instead.
 func (*ResolveRanksResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{16}
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *ResolveRanksResponse) GetEngine() *Engine {
@@ -1168,7 +1300,7 @@ type WatchEnginesRequest struct {
 
 func (x *WatchEnginesRequest) Reset() {
 	*x = WatchEnginesRequest{}
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[17]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1180,7 +1312,7 @@ func (x *WatchEnginesRequest) String() string {
 func (*WatchEnginesRequest) ProtoMessage() {}
 
 func (x *WatchEnginesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[17]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1193,7 +1325,7 @@ func (x *WatchEnginesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchEnginesRequest.ProtoReflect.Descriptor instead.
 func (*WatchEnginesRequest) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{17}
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *WatchEnginesRequest) GetEngine() string {
@@ -1230,7 +1362,7 @@ type EngineChange struct {
 
 func (x *EngineChange) Reset() {
 	*x = EngineChange{}
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[18]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1242,7 +1374,7 @@ func (x *EngineChange) String() string {
 func (*EngineChange) ProtoMessage() {}
 
 func (x *EngineChange) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[18]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1255,7 +1387,7 @@ func (x *EngineChange) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineChange.ProtoReflect.Descriptor instead.
 func (*EngineChange) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{18}
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *EngineChange) GetEngine() *Engine {
@@ -1290,7 +1422,7 @@ type WatchEnginesResponse struct {
 
 func (x *WatchEnginesResponse) Reset() {
 	*x = WatchEnginesResponse{}
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[19]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1302,7 +1434,7 @@ func (x *WatchEnginesResponse) String() string {
 func (*WatchEnginesResponse) ProtoMessage() {}
 
 func (x *WatchEnginesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[19]
+	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1315,7 +1447,7 @@ func (x *WatchEnginesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchEnginesResponse.ProtoReflect.Descriptor instead.
 func (*WatchEnginesResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{19}
+	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *WatchEnginesResponse) GetStateBegins() bool {
@@ -1350,7 +1482,7 @@ var File_kvgrpc_v1_registry_service_proto protoreflect.FileDescriptor
 
 const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\n" +
-	" kvgrpc/v1/registry_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvgrpc/v1/common.proto\"T\n" +
+	" kvgrpc/v1/registry_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvgrpc/v1/common.proto\"T\n" +
 	"\tEndpoints\x12\x12\n" +
 	"\x04grpc\x18\x01 \x01(\tR\x04grpc\x12\x1d\n" +
 	"\n" +
@@ -1367,7 +1499,7 @@ const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\x11engine_selects_dp\x18\b \x01(\bR\x0fengineSelectsDp\x12.\n" +
 	"\x05model\x18\t \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05model\x12#\n" +
 	"\rserves_events\x18\n" +
-	" \x01(\bR\fservesEventsJ\x04\b\a\x10\b\"\x90\x03\n" +
+	" \x01(\bR\fservesEventsJ\x04\b\a\x10\b\"\xca\x03\n" +
 	"\x06Engine\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12#\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x0f.kvgrpc.v1.RoleR\x04role\x12)\n" +
@@ -1379,7 +1511,13 @@ const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\x05model\x18\b \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05model\x12*\n" +
 	"\x11dp_lacking_events\x18\t \x03(\rR\x0fdpLackingEvents\x126\n" +
 	"\rmissing_ranks\x18\n" +
-	" \x03(\v2\x11.kvgrpc.v1.RankIdR\fmissingRanks\"9\n" +
+	" \x03(\v2\x11.kvgrpc.v1.RankIdR\fmissingRanks\x128\n" +
+	"\fabsent_ranks\x18\v \x03(\v2\x15.kvgrpc.v1.AbsentRankR\vabsentRanks\"\x92\x01\n" +
+	"\n" +
+	"AbsentRank\x12&\n" +
+	"\x04rank\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x12,\n" +
+	"\aabsence\x18\x02 \x01(\x0e2\x12.kvgrpc.v1.AbsenceR\aabsence\x12.\n" +
+	"\x04time\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\"9\n" +
 	"\x0fRegisterRequest\x12&\n" +
 	"\x04rows\x18\x01 \x03(\v2\x12.kvgrpc.v1.RankRowR\x04rows\"\x8e\x01\n" +
 	"\x10RegisterResponse\x12,\n" +
@@ -1448,7 +1586,12 @@ const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\achanges\x18\x02 \x03(\v2\x17.kvgrpc.v1.EngineChangeR\achanges\x12%\n" +
 	"\x0estate_complete\x18\x03 \x01(\bR\rstateComplete\x12\x1d\n" +
 	"\n" +
-	"warming_up\x18\x04 \x01(\bR\twarmingUp2\xc0\x04\n" +
+	"warming_up\x18\x04 \x01(\bR\twarmingUp*k\n" +
+	"\aAbsence\x12\x17\n" +
+	"\x13ABSENCE_UNSPECIFIED\x10\x00\x12\x18\n" +
+	"\x14ABSENCE_DEREGISTERED\x10\x01\x12\x19\n" +
+	"\x15ABSENCE_LEASE_RAN_OUT\x10\x02\x12\x12\n" +
+	"\x0eABSENCE_FENCED\x10\x032\xc0\x04\n" +
 	"\x0fRegistryService\x12H\n" +
 	"\bRegister\x12\x1a.kvgrpc.v1.RegisterRequest\x1a\x1b.kvgrpc.v1.RegisterResponse\"\x03\x90\x02\x02\x12J\n" +
 	"\tKeepAlive\x12\x1b.kvgrpc.v1.KeepAliveRequest\x1a\x1c.kvgrpc.v1.KeepAliveResponse(\x010\x01\x12N\n" +
@@ -1472,83 +1615,91 @@ func file_kvgrpc_v1_registry_service_proto_rawDescGZIP() []byte {
 	return file_kvgrpc_v1_registry_service_proto_rawDescData
 }
 
-var file_kvgrpc_v1_registry_service_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
+var file_kvgrpc_v1_registry_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
+var file_kvgrpc_v1_registry_service_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
 var file_kvgrpc_v1_registry_service_proto_goTypes = []any{
-	(*Endpoints)(nil),            // 0: kvgrpc.v1.Endpoints
-	(*RankRow)(nil),              // 1: kvgrpc.v1.RankRow
-	(*Engine)(nil),               // 2: kvgrpc.v1.Engine
-	(*RegisterRequest)(nil),      // 3: kvgrpc.v1.RegisterRequest
-	(*RegisterResponse)(nil),     // 4: kvgrpc.v1.RegisterResponse
-	(*RankLease)(nil),            // 5: kvgrpc.v1.RankLease
-	(*KeepAliveRequest)(nil),     // 6: kvgrpc.v1.KeepAliveRequest
-	(*KeepAliveResponse)(nil),    // 7: kvgrpc.v1.KeepAliveResponse
-	(*DeregisterRequest)(nil),    // 8: kvgrpc.v1.DeregisterRequest
-	(*DeregisterResponse)(nil),   // 9: kvgrpc.v1.DeregisterResponse
-	(*GetEngineRequest)(nil),     // 10: kvgrpc.v1.GetEngineRequest
-	(*GetEngineResponse)(nil),    // 11: kvgrpc.v1.GetEngineResponse
-	(*ListEnginesRequest)(nil),   // 12: kvgrpc.v1.ListEnginesRequest
-	(*ListEnginesResponse)(nil),  // 13: kvgrpc.v1.ListEnginesResponse
-	(*RankSelector)(nil),         // 14: kvgrpc.v1.RankSelector
-	(*ResolveRanksRequest)(nil),  // 15: kvgrpc.v1.ResolveRanksRequest
-	(*ResolveRanksResponse)(nil), // 16: kvgrpc.v1.ResolveRanksResponse
-	(*WatchEnginesRequest)(nil),  // 17: kvgrpc.v1.WatchEnginesRequest
-	(*EngineChange)(nil),         // 18: kvgrpc.v1.EngineChange
-	(*WatchEnginesResponse)(nil), // 19: kvgrpc.v1.WatchEnginesResponse
-	(*RankRef)(nil),              // 20: kvgrpc.v1.RankRef
-	(Role)(0),                    // 21: kvgrpc.v1.Role
-	(*Layout)(nil),               // 22: kvgrpc.v1.Layout
-	(*PagePool)(nil),             // 23: kvgrpc.v1.PagePool
-	(*ModelIdentity)(nil),        // 24: kvgrpc.v1.ModelIdentity
-	(*RankId)(nil),               // 25: kvgrpc.v1.RankId
-	(*durationpb.Duration)(nil),  // 26: google.protobuf.Duration
+	(Absence)(0),                  // 0: kvgrpc.v1.Absence
+	(*Endpoints)(nil),             // 1: kvgrpc.v1.Endpoints
+	(*RankRow)(nil),               // 2: kvgrpc.v1.RankRow
+	(*Engine)(nil),                // 3: kvgrpc.v1.Engine
+	(*AbsentRank)(nil),            // 4: kvgrpc.v1.AbsentRank
+	(*RegisterRequest)(nil),       // 5: kvgrpc.v1.RegisterRequest
+	(*RegisterResponse)(nil),      // 6: kvgrpc.v1.RegisterResponse
+	(*RankLease)(nil),             // 7: kvgrpc.v1.RankLease
+	(*KeepAliveRequest)(nil),      // 8: kvgrpc.v1.KeepAliveRequest
+	(*KeepAliveResponse)(nil),     // 9: kvgrpc.v1.KeepAliveResponse
+	(*DeregisterRequest)(nil),     // 10: kvgrpc.v1.DeregisterRequest
+	(*DeregisterResponse)(nil),    // 11: kvgrpc.v1.DeregisterResponse
+	(*GetEngineRequest)(nil),      // 12: kvgrpc.v1.GetEngineRequest
+	(*GetEngineResponse)(nil),     // 13: kvgrpc.v1.GetEngineResponse
+	(*ListEnginesRequest)(nil),    // 14: kvgrpc.v1.ListEnginesRequest
+	(*ListEnginesResponse)(nil),   // 15: kvgrpc.v1.ListEnginesResponse
+	(*RankSelector)(nil),          // 16: kvgrpc.v1.RankSelector
+	(*ResolveRanksRequest)(nil),   // 17: kvgrpc.v1.ResolveRanksRequest
+	(*ResolveRanksResponse)(nil),  // 18: kvgrpc.v1.ResolveRanksResponse
+	(*WatchEnginesRequest)(nil),   // 19: kvgrpc.v1.WatchEnginesRequest
+	(*EngineChange)(nil),          // 20: kvgrpc.v1.EngineChange
+	(*WatchEnginesResponse)(nil),  // 21: kvgrpc.v1.WatchEnginesResponse
+	(*RankRef)(nil),               // 22: kvgrpc.v1.RankRef
+	(Role)(0),                     // 23: kvgrpc.v1.Role
+	(*Layout)(nil),                // 24: kvgrpc.v1.Layout
+	(*PagePool)(nil),              // 25: kvgrpc.v1.PagePool
+	(*ModelIdentity)(nil),         // 26: kvgrpc.v1.ModelIdentity
+	(*RankId)(nil),                // 27: kvgrpc.v1.RankId
+	(*timestamppb.Timestamp)(nil), // 28: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),   // 29: google.protobuf.Duration
 }
 var file_kvgrpc_v1_registry_service_proto_depIdxs = []int32{
-	20, // 0: kvgrpc.v1.RankRow.rank:type_name -> kvgrpc.v1.RankRef
-	21, // 1: kvgrpc.v1.RankRow.role:type_name -> kvgrpc.v1.Role
-	0,  // 2: kvgrpc.v1.RankRow.endpoints:type_name -> kvgrpc.v1.Endpoints
-	22, // 3: kvgrpc.v1.RankRow.layout:type_name -> kvgrpc.v1.Layout
-	23, // 4: kvgrpc.v1.RankRow.pools:type_name -> kvgrpc.v1.PagePool
-	24, // 5: kvgrpc.v1.RankRow.model:type_name -> kvgrpc.v1.ModelIdentity
-	21, // 6: kvgrpc.v1.Engine.role:type_name -> kvgrpc.v1.Role
-	22, // 7: kvgrpc.v1.Engine.layout:type_name -> kvgrpc.v1.Layout
-	1,  // 8: kvgrpc.v1.Engine.rows:type_name -> kvgrpc.v1.RankRow
-	24, // 9: kvgrpc.v1.Engine.model:type_name -> kvgrpc.v1.ModelIdentity
-	25, // 10: kvgrpc.v1.Engine.missing_ranks:type_name -> kvgrpc.v1.RankId
-	1,  // 11: kvgrpc.v1.RegisterRequest.rows:type_name -> kvgrpc.v1.RankRow
-	5,  // 12: kvgrpc.v1.RegisterResponse.leases:type_name -> kvgrpc.v1.RankLease
-	26, // 13: kvgrpc.v1.RegisterResponse.ttl:type_name -> google.protobuf.Duration
-	20, // 14: kvgrpc.v1.RankLease.rank:type_name -> kvgrpc.v1.RankRef
-	26, // 15: kvgrpc.v1.KeepAliveResponse.ttl:type_name -> google.protobuf.Duration
-	20, // 16: kvgrpc.v1.DeregisterRequest.ranks:type_name -> kvgrpc.v1.RankRef
-	2,  // 17: kvgrpc.v1.GetEngineResponse.engine:type_name -> kvgrpc.v1.Engine
-	21, // 18: kvgrpc.v1.ListEnginesRequest.role:type_name -> kvgrpc.v1.Role
-	2,  // 19: kvgrpc.v1.ListEnginesResponse.engines:type_name -> kvgrpc.v1.Engine
-	21, // 20: kvgrpc.v1.ResolveRanksRequest.role:type_name -> kvgrpc.v1.Role
-	14, // 21: kvgrpc.v1.ResolveRanksRequest.selectors:type_name -> kvgrpc.v1.RankSelector
-	2,  // 22: kvgrpc.v1.ResolveRanksResponse.engine:type_name -> kvgrpc.v1.Engine
-	21, // 23: kvgrpc.v1.WatchEnginesRequest.role:type_name -> kvgrpc.v1.Role
-	2,  // 24: kvgrpc.v1.EngineChange.engine:type_name -> kvgrpc.v1.Engine
-	20, // 25: kvgrpc.v1.EngineChange.gone:type_name -> kvgrpc.v1.RankRef
-	18, // 26: kvgrpc.v1.WatchEnginesResponse.changes:type_name -> kvgrpc.v1.EngineChange
-	3,  // 27: kvgrpc.v1.RegistryService.Register:input_type -> kvgrpc.v1.RegisterRequest
-	6,  // 28: kvgrpc.v1.RegistryService.KeepAlive:input_type -> kvgrpc.v1.KeepAliveRequest
-	8,  // 29: kvgrpc.v1.RegistryService.Deregister:input_type -> kvgrpc.v1.DeregisterRequest
-	10, // 30: kvgrpc.v1.RegistryService.GetEngine:input_type -> kvgrpc.v1.GetEngineRequest
-	12, // 31: kvgrpc.v1.RegistryService.ListEngines:input_type -> kvgrpc.v1.ListEnginesRequest
-	15, // 32: kvgrpc.v1.RegistryService.ResolveRanks:input_type -> kvgrpc.v1.ResolveRanksRequest
-	17, // 33: kvgrpc.v1.RegistryService.WatchEngines:input_type -> kvgrpc.v1.WatchEnginesRequest
-	4,  // 34: kvgrpc.v1.RegistryService.Register:output_type -> kvgrpc.v1.RegisterResponse
-	7,  // 35: kvgrpc.v1.RegistryService.KeepAlive:output_type -> kvgrpc.v1.KeepAliveResponse
-	9,  // 36: kvgrpc.v1.RegistryService.Deregister:output_type -> kvgrpc.v1.DeregisterResponse
-	11, // 37: kvgrpc.v1.RegistryService.GetEngine:output_type -> kvgrpc.v1.GetEngineResponse
-	13, // 38: kvgrpc.v1.RegistryService.ListEngines:output_type -> kvgrpc.v1.ListEnginesResponse
-	16, // 39: kvgrpc.v1.RegistryService.ResolveRanks:output_type -> kvgrpc.v1.ResolveRanksResponse
-	19, // 40: kvgrpc.v1.RegistryService.WatchEngines:output_type -> kvgrpc.v1.WatchEnginesResponse
-	34, // [34:41] is the sub-list for method output_type
-	27, // [27:34] is the sub-list for method input_type
-	27, // [27:27] is the sub-list for extension type_name
-	27, // [27:27] is the sub-list for extension extendee
-	0,  // [0:27] is the sub-list for field type_name
+	22, // 0: kvgrpc.v1.RankRow.rank:type_name -> kvgrpc.v1.RankRef
+	23, // 1: kvgrpc.v1.RankRow.role:type_name -> kvgrpc.v1.Role
+	1,  // 2: kvgrpc.v1.RankRow.endpoints:type_name -> kvgrpc.v1.Endpoints
+	24, // 3: kvgrpc.v1.RankRow.layout:type_name -> kvgrpc.v1.Layout
+	25, // 4: kvgrpc.v1.RankRow.pools:type_name -> kvgrpc.v1.PagePool
+	26, // 5: kvgrpc.v1.RankRow.model:type_name -> kvgrpc.v1.ModelIdentity
+	23, // 6: kvgrpc.v1.Engine.role:type_name -> kvgrpc.v1.Role
+	24, // 7: kvgrpc.v1.Engine.layout:type_name -> kvgrpc.v1.Layout
+	2,  // 8: kvgrpc.v1.Engine.rows:type_name -> kvgrpc.v1.RankRow
+	26, // 9: kvgrpc.v1.Engine.model:type_name -> kvgrpc.v1.ModelIdentity
+	27, // 10: kvgrpc.v1.Engine.missing_ranks:type_name -> kvgrpc.v1.RankId
+	4,  // 11: kvgrpc.v1.Engine.absent_ranks:type_name -> kvgrpc.v1.AbsentRank
+	22, // 12: kvgrpc.v1.AbsentRank.rank:type_name -> kvgrpc.v1.RankRef
+	0,  // 13: kvgrpc.v1.AbsentRank.absence:type_name -> kvgrpc.v1.Absence
+	28, // 14: kvgrpc.v1.AbsentRank.time:type_name -> google.protobuf.Timestamp
+	2,  // 15: kvgrpc.v1.RegisterRequest.rows:type_name -> kvgrpc.v1.RankRow
+	7,  // 16: kvgrpc.v1.RegisterResponse.leases:type_name -> kvgrpc.v1.RankLease
+	29, // 17: kvgrpc.v1.RegisterResponse.ttl:type_name -> google.protobuf.Duration
+	22, // 18: kvgrpc.v1.RankLease.rank:type_name -> kvgrpc.v1.RankRef
+	29, // 19: kvgrpc.v1.KeepAliveResponse.ttl:type_name -> google.protobuf.Duration
+	22, // 20: kvgrpc.v1.DeregisterRequest.ranks:type_name -> kvgrpc.v1.RankRef
+	3,  // 21: kvgrpc.v1.GetEngineResponse.engine:type_name -> kvgrpc.v1.Engine
+	23, // 22: kvgrpc.v1.ListEnginesRequest.role:type_name -> kvgrpc.v1.Role
+	3,  // 23: kvgrpc.v1.ListEnginesResponse.engines:type_name -> kvgrpc.v1.Engine
+	23, // 24: kvgrpc.v1.ResolveRanksRequest.role:type_name -> kvgrpc.v1.Role
+	16, // 25: kvgrpc.v1.ResolveRanksRequest.selectors:type_name -> kvgrpc.v1.RankSelector
+	3,  // 26: kvgrpc.v1.ResolveRanksResponse.engine:type_name -> kvgrpc.v1.Engine
+	23, // 27: kvgrpc.v1.WatchEnginesRequest.role:type_name -> kvgrpc.v1.Role
+	3,  // 28: kvgrpc.v1.EngineChange.engine:type_name -> kvgrpc.v1.Engine
+	22, // 29: kvgrpc.v1.EngineChange.gone:type_name -> kvgrpc.v1.RankRef
+	20, // 30: kvgrpc.v1.WatchEnginesResponse.changes:type_name -> kvgrpc.v1.EngineChange
+	5,  // 31: kvgrpc.v1.RegistryService.Register:input_type -> kvgrpc.v1.RegisterRequest
+	8,  // 32: kvgrpc.v1.RegistryService.KeepAlive:input_type -> kvgrpc.v1.KeepAliveRequest
+	10, // 33: kvgrpc.v1.RegistryService.Deregister:input_type -> kvgrpc.v1.DeregisterRequest
+	12, // 34: kvgrpc.v1.RegistryService.GetEngine:input_type -> kvgrpc.v1.GetEngineRequest
+	14, // 35: kvgrpc.v1.RegistryService.ListEngines:input_type -> kvgrpc.v1.ListEnginesRequest
+	17, // 36: kvgrpc.v1.RegistryService.ResolveRanks:input_type -> kvgrpc.v1.ResolveRanksRequest
+	19, // 37: kvgrpc.v1.RegistryService.WatchEngines:input_type -> kvgrpc.v1.WatchEnginesRequest
+	6,  // 38: kvgrpc.v1.RegistryService.Register:output_type -> kvgrpc.v1.RegisterResponse
+	9,  // 39: kvgrpc.v1.RegistryService.KeepAlive:output_type -> kvgrpc.v1.KeepAliveResponse
+	11, // 40: kvgrpc.v1.RegistryService.Deregister:output_type -> kvgrpc.v1.DeregisterResponse
+	13, // 41: kvgrpc.v1.RegistryService.GetEngine:output_type -> kvgrpc.v1.GetEngineResponse
+	15, // 42: kvgrpc.v1.RegistryService.ListEngines:output_type -> kvgrpc.v1.ListEnginesResponse
+	18, // 43: kvgrpc.v1.RegistryService.ResolveRanks:output_type -> kvgrpc.v1.ResolveRanksResponse
+	21, // 44: kvgrpc.v1.RegistryService.WatchEngines:output_type -> kvgrpc.v1.WatchEnginesResponse
+	38, // [38:45] is the sub-list for method output_type
+	31, // [31:38] is the sub-list for method input_type
+	31, // [31:31] is the sub-list for extension type_name
+	31, // [31:31] is the sub-list for extension extendee
+	0,  // [0:31] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_registry_service_proto_init() }
@@ -1557,19 +1708,20 @@ func file_kvgrpc_v1_registry_service_proto_init() {
 		return
 	}
 	file_kvgrpc_v1_common_proto_init()
-	file_kvgrpc_v1_registry_service_proto_msgTypes[14].OneofWrappers = []any{}
+	file_kvgrpc_v1_registry_service_proto_msgTypes[15].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvgrpc_v1_registry_service_proto_rawDesc), len(file_kvgrpc_v1_registry_service_proto_rawDesc)),
-			NumEnums:      0,
-			NumMessages:   20,
+			NumEnums:      1,
+			NumMessages:   21,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
 		GoTypes:           file_kvgrpc_v1_registry_service_proto_goTypes,
 		DependencyIndexes: file_kvgrpc_v1_registry_service_proto_depIdxs,
+		EnumInfos:         file_kvgrpc_v1_registry_service_proto_enumTypes,
 		MessageInfos:      file_kvgrpc_v1_registry_service_proto_msgTypes,
 	}.Build()
 	File_kvgrpc_v1_registry_service_proto = out.File

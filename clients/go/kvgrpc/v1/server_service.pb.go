@@ -151,6 +151,63 @@ func (RegistrationState) EnumDescriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{1}
 }
 
+// What a caller proved to be.
+type CallerRole int32
+
+const (
+	// Nobody has to prove anything here, or it is of no role that a reader knows.
+	CallerRole_CALLER_ROLE_UNSPECIFIED CallerRole = 0
+	// A rank of an engine.
+	CallerRole_CALLER_ROLE_RANK CallerRole = 1
+	// A router or an indexer.
+	CallerRole_CALLER_ROLE_CONSUMER CallerRole = 2
+	// People and automation.
+	CallerRole_CALLER_ROLE_OPERATOR CallerRole = 3
+)
+
+// Enum value maps for CallerRole.
+var (
+	CallerRole_name = map[int32]string{
+		0: "CALLER_ROLE_UNSPECIFIED",
+		1: "CALLER_ROLE_RANK",
+		2: "CALLER_ROLE_CONSUMER",
+		3: "CALLER_ROLE_OPERATOR",
+	}
+	CallerRole_value = map[string]int32{
+		"CALLER_ROLE_UNSPECIFIED": 0,
+		"CALLER_ROLE_RANK":        1,
+		"CALLER_ROLE_CONSUMER":    2,
+		"CALLER_ROLE_OPERATOR":    3,
+	}
+)
+
+func (x CallerRole) Enum() *CallerRole {
+	p := new(CallerRole)
+	*p = x
+	return p
+}
+
+func (x CallerRole) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (CallerRole) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvgrpc_v1_server_service_proto_enumTypes[2].Descriptor()
+}
+
+func (CallerRole) Type() protoreflect.EnumType {
+	return &file_kvgrpc_v1_server_service_proto_enumTypes[2]
+}
+
+func (x CallerRole) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use CallerRole.Descriptor instead.
+func (CallerRole) EnumDescriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{2}
+}
+
 // Request of GetServerInfo.
 type GetServerInfoRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1077,7 +1134,7 @@ type DrainResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// True when no room and no write is left.
 	Drained bool `protobuf:"varint,1,opt,name=drained,proto3" json:"drained,omitempty"`
-	// Rooms that are still open.
+	// Rooms that are still open; 0 where an Undrain took the drain back.
 	OpenRooms     uint32 `protobuf:"varint,2,opt,name=open_rooms,json=openRooms,proto3" json:"open_rooms,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1123,6 +1180,437 @@ func (x *DrainResponse) GetDrained() bool {
 func (x *DrainResponse) GetOpenRooms() uint32 {
 	if x != nil {
 		return x.OpenRooms
+	}
+	return 0
+}
+
+// Request of Undrain.
+type UndrainRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UndrainRequest) Reset() {
+	*x = UndrainRequest{}
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UndrainRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UndrainRequest) ProtoMessage() {}
+
+func (x *UndrainRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UndrainRequest.ProtoReflect.Descriptor instead.
+func (*UndrainRequest) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{12}
+}
+
+// Response of Undrain.
+type UndrainResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UndrainResponse) Reset() {
+	*x = UndrainResponse{}
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UndrainResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UndrainResponse) ProtoMessage() {}
+
+func (x *UndrainResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UndrainResponse.ProtoReflect.Descriptor instead.
+func (*UndrainResponse) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{13}
+}
+
+// Request of ListCallers.
+type ListCallersRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// At most this many, and at most 1 MiB of them; 0 means 100, more than 1,000 means 1,000.
+	PageSize uint32 `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	// next_page_token of the page before, or empty for the first.
+	PageToken     string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListCallersRequest) Reset() {
+	*x = ListCallersRequest{}
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListCallersRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListCallersRequest) ProtoMessage() {}
+
+func (x *ListCallersRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListCallersRequest.ProtoReflect.Descriptor instead.
+func (*ListCallersRequest) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *ListCallersRequest) GetPageSize() uint32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
+}
+
+func (x *ListCallersRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
+}
+
+// Response of ListCallers.
+type ListCallersResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Callers of this process.
+	Callers []*Caller `protobuf:"bytes,1,rep,name=callers,proto3" json:"callers,omitempty"`
+	// For the next page; empty on the last.
+	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListCallersResponse) Reset() {
+	*x = ListCallersResponse{}
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListCallersResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListCallersResponse) ProtoMessage() {}
+
+func (x *ListCallersResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListCallersResponse.ProtoReflect.Descriptor instead.
+func (*ListCallersResponse) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *ListCallersResponse) GetCallers() []*Caller {
+	if x != nil {
+		return x.Callers
+	}
+	return nil
+}
+
+func (x *ListCallersResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
+}
+
+// One caller, as it calls from one host.
+type Caller struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Which its limits are counted by: that of its token ("consumer router-a") or certificate, else its host.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// What it proved to be.
+	Role CallerRole `protobuf:"varint,2,opt,name=role,proto3,enum=kvgrpc.v1.CallerRole" json:"role,omitempty"`
+	// The host that it calls from; of a Unix socket the socket.
+	Address string `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"`
+	// Its unary calls that are served now.
+	OpenCalls uint32 `protobuf:"varint,4,opt,name=open_calls,json=openCalls,proto3" json:"open_calls,omitempty"`
+	// Its streams that are open.
+	OpenStreams uint32 `protobuf:"varint,5,opt,name=open_streams,json=openStreams,proto3" json:"open_streams,omitempty"`
+	// Both by method, most first; the first 64.
+	Methods []*OpenMethod `protobuf:"bytes,8,rep,name=methods,proto3" json:"methods,omitempty"`
+	// Rows of the registry here that it registered, at whichever replica.
+	Rows uint32 `protobuf:"varint,9,opt,name=rows,proto3" json:"rows,omitempty"`
+	// What it reads of events and engines, most behind first; the first 64.
+	Readers       []*NewsReader `protobuf:"bytes,10,rep,name=readers,proto3" json:"readers,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Caller) Reset() {
+	*x = Caller{}
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Caller) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Caller) ProtoMessage() {}
+
+func (x *Caller) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Caller.ProtoReflect.Descriptor instead.
+func (*Caller) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *Caller) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Caller) GetRole() CallerRole {
+	if x != nil {
+		return x.Role
+	}
+	return CallerRole_CALLER_ROLE_UNSPECIFIED
+}
+
+func (x *Caller) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
+func (x *Caller) GetOpenCalls() uint32 {
+	if x != nil {
+		return x.OpenCalls
+	}
+	return 0
+}
+
+func (x *Caller) GetOpenStreams() uint32 {
+	if x != nil {
+		return x.OpenStreams
+	}
+	return 0
+}
+
+func (x *Caller) GetMethods() []*OpenMethod {
+	if x != nil {
+		return x.Methods
+	}
+	return nil
+}
+
+func (x *Caller) GetRows() uint32 {
+	if x != nil {
+		return x.Rows
+	}
+	return 0
+}
+
+func (x *Caller) GetReaders() []*NewsReader {
+	if x != nil {
+		return x.Readers
+	}
+	return nil
+}
+
+// Calls of one method that are open.
+type OpenMethod struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its path, as "/kvgrpc.v1.EventService/Watch".
+	Method string `protobuf:"bytes,1,opt,name=method,proto3" json:"method,omitempty"`
+	// How many.
+	Open          uint32 `protobuf:"varint,2,opt,name=open,proto3" json:"open,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *OpenMethod) Reset() {
+	*x = OpenMethod{}
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OpenMethod) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OpenMethod) ProtoMessage() {}
+
+func (x *OpenMethod) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OpenMethod.ProtoReflect.Descriptor instead.
+func (*OpenMethod) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *OpenMethod) GetMethod() string {
+	if x != nil {
+		return x.Method
+	}
+	return ""
+}
+
+func (x *OpenMethod) GetOpen() uint32 {
+	if x != nil {
+		return x.Open
+	}
+	return 0
+}
+
+// A stream by which a caller follows a process.
+type NewsReader struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its path: that of EventService.Watch or of RegistryService.WatchEngines.
+	Method string `protobuf:"bytes,1,opt,name=method,proto3" json:"method,omitempty"`
+	// Of a Watch, whose events.
+	Engine string `protobuf:"bytes,2,opt,name=engine,proto3" json:"engine,omitempty"`
+	// Of a Watch, of which independent KV cache.
+	Dp uint32 `protobuf:"varint,3,opt,name=dp,proto3" json:"dp,omitempty"`
+	// When it began.
+	StartTime *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=start_time,json=startTime,proto3" json:"start_time,omitempty"`
+	// Batches, or changes of engines, that there are and that were not sent to it yet. Absent for who takes heartbeats alone,
+	// and while a snapshot or a full state is on its way.
+	Behind        *uint64 `protobuf:"varint,5,opt,name=behind,proto3,oneof" json:"behind,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NewsReader) Reset() {
+	*x = NewsReader{}
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NewsReader) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NewsReader) ProtoMessage() {}
+
+func (x *NewsReader) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NewsReader.ProtoReflect.Descriptor instead.
+func (*NewsReader) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *NewsReader) GetMethod() string {
+	if x != nil {
+		return x.Method
+	}
+	return ""
+}
+
+func (x *NewsReader) GetEngine() string {
+	if x != nil {
+		return x.Engine
+	}
+	return ""
+}
+
+func (x *NewsReader) GetDp() uint32 {
+	if x != nil {
+		return x.Dp
+	}
+	return 0
+}
+
+func (x *NewsReader) GetStartTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.StartTime
+	}
+	return nil
+}
+
+func (x *NewsReader) GetBehind() uint64 {
+	if x != nil && x.Behind != nil {
+		return *x.Behind
 	}
 	return 0
 }
@@ -1213,7 +1701,40 @@ const file_kvgrpc_v1_server_service_proto_rawDesc = "" +
 	"\rDrainResponse\x12\x18\n" +
 	"\adrained\x18\x01 \x01(\bR\adrained\x12\x1d\n" +
 	"\n" +
-	"open_rooms\x18\x02 \x01(\rR\topenRooms*\x9f\x01\n" +
+	"open_rooms\x18\x02 \x01(\rR\topenRooms\"\x10\n" +
+	"\x0eUndrainRequest\"\x11\n" +
+	"\x0fUndrainResponse\"P\n" +
+	"\x12ListCallersRequest\x12\x1b\n" +
+	"\tpage_size\x18\x01 \x01(\rR\bpageSize\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x02 \x01(\tR\tpageToken\"j\n" +
+	"\x13ListCallersResponse\x12+\n" +
+	"\acallers\x18\x01 \x03(\v2\x11.kvgrpc.v1.CallerR\acallers\x12&\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x99\x02\n" +
+	"\x06Caller\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12)\n" +
+	"\x04role\x18\x02 \x01(\x0e2\x15.kvgrpc.v1.CallerRoleR\x04role\x12\x18\n" +
+	"\aaddress\x18\x03 \x01(\tR\aaddress\x12\x1d\n" +
+	"\n" +
+	"open_calls\x18\x04 \x01(\rR\topenCalls\x12!\n" +
+	"\fopen_streams\x18\x05 \x01(\rR\vopenStreams\x12/\n" +
+	"\amethods\x18\b \x03(\v2\x15.kvgrpc.v1.OpenMethodR\amethods\x12\x12\n" +
+	"\x04rows\x18\t \x01(\rR\x04rows\x12/\n" +
+	"\areaders\x18\n" +
+	" \x03(\v2\x15.kvgrpc.v1.NewsReaderR\areaders\"8\n" +
+	"\n" +
+	"OpenMethod\x12\x16\n" +
+	"\x06method\x18\x01 \x01(\tR\x06method\x12\x12\n" +
+	"\x04open\x18\x02 \x01(\rR\x04open\"\xb3\x01\n" +
+	"\n" +
+	"NewsReader\x12\x16\n" +
+	"\x06method\x18\x01 \x01(\tR\x06method\x12\x16\n" +
+	"\x06engine\x18\x02 \x01(\tR\x06engine\x12\x0e\n" +
+	"\x02dp\x18\x03 \x01(\rR\x02dp\x129\n" +
+	"\n" +
+	"start_time\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\tstartTime\x12\x1f\n" +
+	"\x06behind\x18\x05 \x01(\x04B\x020\x01H\x00R\x06behind\x88\x01\x01B\t\n" +
+	"\a_behind*\x9f\x01\n" +
 	"\rSettingSource\x12\x1e\n" +
 	"\x1aSETTING_SOURCE_UNSPECIFIED\x10\x00\x12\x1a\n" +
 	"\x16SETTING_SOURCE_DEFAULT\x10\x01\x12\x17\n" +
@@ -1226,10 +1747,18 @@ const file_kvgrpc_v1_server_service_proto_rawDesc = "" +
 	"\x1dREGISTRATION_STATE_REGISTERED\x10\x02\x12\x1f\n" +
 	"\x1bREGISTRATION_STATE_RETRYING\x10\x03\x12!\n" +
 	"\x1dREGISTRATION_STATE_SUPERSEDED\x10\x04\x12\x1d\n" +
-	"\x19REGISTRATION_STATE_CLOSED\x10\x052\xa9\x01\n" +
+	"\x19REGISTRATION_STATE_CLOSED\x10\x05*s\n" +
+	"\n" +
+	"CallerRole\x12\x1b\n" +
+	"\x17CALLER_ROLE_UNSPECIFIED\x10\x00\x12\x14\n" +
+	"\x10CALLER_ROLE_RANK\x10\x01\x12\x18\n" +
+	"\x14CALLER_ROLE_CONSUMER\x10\x02\x12\x18\n" +
+	"\x14CALLER_ROLE_OPERATOR\x10\x032\xc3\x02\n" +
 	"\rServerService\x12W\n" +
 	"\rGetServerInfo\x12\x1f.kvgrpc.v1.GetServerInfoRequest\x1a .kvgrpc.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12?\n" +
-	"\x05Drain\x12\x17.kvgrpc.v1.DrainRequest\x1a\x18.kvgrpc.v1.DrainResponse\"\x03\x90\x02\x02B?\n" +
+	"\x05Drain\x12\x17.kvgrpc.v1.DrainRequest\x1a\x18.kvgrpc.v1.DrainResponse\"\x03\x90\x02\x02\x12E\n" +
+	"\aUndrain\x12\x19.kvgrpc.v1.UndrainRequest\x1a\x1a.kvgrpc.v1.UndrainResponse\"\x03\x90\x02\x02\x12Q\n" +
+	"\vListCallers\x12\x1d.kvgrpc.v1.ListCallersRequest\x1a\x1e.kvgrpc.v1.ListCallersResponse\"\x03\x90\x02\x01B?\n" +
 	"\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3"
 
 var (
@@ -1244,58 +1773,75 @@ func file_kvgrpc_v1_server_service_proto_rawDescGZIP() []byte {
 	return file_kvgrpc_v1_server_service_proto_rawDescData
 }
 
-var file_kvgrpc_v1_server_service_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_kvgrpc_v1_server_service_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
+var file_kvgrpc_v1_server_service_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
+var file_kvgrpc_v1_server_service_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
 var file_kvgrpc_v1_server_service_proto_goTypes = []any{
 	(SettingSource)(0),            // 0: kvgrpc.v1.SettingSource
 	(RegistrationState)(0),        // 1: kvgrpc.v1.RegistrationState
-	(*GetServerInfoRequest)(nil),  // 2: kvgrpc.v1.GetServerInfoRequest
-	(*GetServerInfoResponse)(nil), // 3: kvgrpc.v1.GetServerInfoResponse
-	(*Setting)(nil),               // 4: kvgrpc.v1.Setting
-	(*PortSecurity)(nil),          // 5: kvgrpc.v1.PortSecurity
-	(*RegistrationInfo)(nil),      // 6: kvgrpc.v1.RegistrationInfo
-	(*ServerLimits)(nil),          // 7: kvgrpc.v1.ServerLimits
-	(*CallLimits)(nil),            // 8: kvgrpc.v1.CallLimits
-	(*RankLimits)(nil),            // 9: kvgrpc.v1.RankLimits
-	(*RegistryLimits)(nil),        // 10: kvgrpc.v1.RegistryLimits
-	(*IndexLimits)(nil),           // 11: kvgrpc.v1.IndexLimits
-	(*DrainRequest)(nil),          // 12: kvgrpc.v1.DrainRequest
-	(*DrainResponse)(nil),         // 13: kvgrpc.v1.DrainResponse
-	nil,                           // 14: kvgrpc.v1.GetServerInfoResponse.VersionsEntry
-	(*RankRef)(nil),               // 15: kvgrpc.v1.RankRef
-	(Role)(0),                     // 16: kvgrpc.v1.Role
-	(*timestamppb.Timestamp)(nil), // 17: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),   // 18: google.protobuf.Duration
+	(CallerRole)(0),               // 2: kvgrpc.v1.CallerRole
+	(*GetServerInfoRequest)(nil),  // 3: kvgrpc.v1.GetServerInfoRequest
+	(*GetServerInfoResponse)(nil), // 4: kvgrpc.v1.GetServerInfoResponse
+	(*Setting)(nil),               // 5: kvgrpc.v1.Setting
+	(*PortSecurity)(nil),          // 6: kvgrpc.v1.PortSecurity
+	(*RegistrationInfo)(nil),      // 7: kvgrpc.v1.RegistrationInfo
+	(*ServerLimits)(nil),          // 8: kvgrpc.v1.ServerLimits
+	(*CallLimits)(nil),            // 9: kvgrpc.v1.CallLimits
+	(*RankLimits)(nil),            // 10: kvgrpc.v1.RankLimits
+	(*RegistryLimits)(nil),        // 11: kvgrpc.v1.RegistryLimits
+	(*IndexLimits)(nil),           // 12: kvgrpc.v1.IndexLimits
+	(*DrainRequest)(nil),          // 13: kvgrpc.v1.DrainRequest
+	(*DrainResponse)(nil),         // 14: kvgrpc.v1.DrainResponse
+	(*UndrainRequest)(nil),        // 15: kvgrpc.v1.UndrainRequest
+	(*UndrainResponse)(nil),       // 16: kvgrpc.v1.UndrainResponse
+	(*ListCallersRequest)(nil),    // 17: kvgrpc.v1.ListCallersRequest
+	(*ListCallersResponse)(nil),   // 18: kvgrpc.v1.ListCallersResponse
+	(*Caller)(nil),                // 19: kvgrpc.v1.Caller
+	(*OpenMethod)(nil),            // 20: kvgrpc.v1.OpenMethod
+	(*NewsReader)(nil),            // 21: kvgrpc.v1.NewsReader
+	nil,                           // 22: kvgrpc.v1.GetServerInfoResponse.VersionsEntry
+	(*RankRef)(nil),               // 23: kvgrpc.v1.RankRef
+	(Role)(0),                     // 24: kvgrpc.v1.Role
+	(*timestamppb.Timestamp)(nil), // 25: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),   // 26: google.protobuf.Duration
 }
 var file_kvgrpc_v1_server_service_proto_depIdxs = []int32{
-	15, // 0: kvgrpc.v1.GetServerInfoResponse.rank:type_name -> kvgrpc.v1.RankRef
-	16, // 1: kvgrpc.v1.GetServerInfoResponse.role:type_name -> kvgrpc.v1.Role
-	7,  // 2: kvgrpc.v1.GetServerInfoResponse.limits:type_name -> kvgrpc.v1.ServerLimits
-	17, // 3: kvgrpc.v1.GetServerInfoResponse.start_time:type_name -> google.protobuf.Timestamp
-	4,  // 4: kvgrpc.v1.GetServerInfoResponse.settings:type_name -> kvgrpc.v1.Setting
-	5,  // 5: kvgrpc.v1.GetServerInfoResponse.security:type_name -> kvgrpc.v1.PortSecurity
-	6,  // 6: kvgrpc.v1.GetServerInfoResponse.registration:type_name -> kvgrpc.v1.RegistrationInfo
-	14, // 7: kvgrpc.v1.GetServerInfoResponse.versions:type_name -> kvgrpc.v1.GetServerInfoResponse.VersionsEntry
-	17, // 8: kvgrpc.v1.GetServerInfoResponse.time:type_name -> google.protobuf.Timestamp
+	23, // 0: kvgrpc.v1.GetServerInfoResponse.rank:type_name -> kvgrpc.v1.RankRef
+	24, // 1: kvgrpc.v1.GetServerInfoResponse.role:type_name -> kvgrpc.v1.Role
+	8,  // 2: kvgrpc.v1.GetServerInfoResponse.limits:type_name -> kvgrpc.v1.ServerLimits
+	25, // 3: kvgrpc.v1.GetServerInfoResponse.start_time:type_name -> google.protobuf.Timestamp
+	5,  // 4: kvgrpc.v1.GetServerInfoResponse.settings:type_name -> kvgrpc.v1.Setting
+	6,  // 5: kvgrpc.v1.GetServerInfoResponse.security:type_name -> kvgrpc.v1.PortSecurity
+	7,  // 6: kvgrpc.v1.GetServerInfoResponse.registration:type_name -> kvgrpc.v1.RegistrationInfo
+	22, // 7: kvgrpc.v1.GetServerInfoResponse.versions:type_name -> kvgrpc.v1.GetServerInfoResponse.VersionsEntry
+	25, // 8: kvgrpc.v1.GetServerInfoResponse.time:type_name -> google.protobuf.Timestamp
 	0,  // 9: kvgrpc.v1.Setting.source:type_name -> kvgrpc.v1.SettingSource
-	17, // 10: kvgrpc.v1.PortSecurity.certificate_end_time:type_name -> google.protobuf.Timestamp
+	25, // 10: kvgrpc.v1.PortSecurity.certificate_end_time:type_name -> google.protobuf.Timestamp
 	1,  // 11: kvgrpc.v1.RegistrationInfo.state:type_name -> kvgrpc.v1.RegistrationState
-	17, // 12: kvgrpc.v1.RegistrationInfo.away_since:type_name -> google.protobuf.Timestamp
-	8,  // 13: kvgrpc.v1.ServerLimits.calls:type_name -> kvgrpc.v1.CallLimits
-	9,  // 14: kvgrpc.v1.ServerLimits.rank:type_name -> kvgrpc.v1.RankLimits
-	10, // 15: kvgrpc.v1.ServerLimits.registry:type_name -> kvgrpc.v1.RegistryLimits
-	11, // 16: kvgrpc.v1.ServerLimits.index:type_name -> kvgrpc.v1.IndexLimits
-	18, // 17: kvgrpc.v1.RegistryLimits.lease_ttl:type_name -> google.protobuf.Duration
-	18, // 18: kvgrpc.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
-	2,  // 19: kvgrpc.v1.ServerService.GetServerInfo:input_type -> kvgrpc.v1.GetServerInfoRequest
-	12, // 20: kvgrpc.v1.ServerService.Drain:input_type -> kvgrpc.v1.DrainRequest
-	3,  // 21: kvgrpc.v1.ServerService.GetServerInfo:output_type -> kvgrpc.v1.GetServerInfoResponse
-	13, // 22: kvgrpc.v1.ServerService.Drain:output_type -> kvgrpc.v1.DrainResponse
-	21, // [21:23] is the sub-list for method output_type
-	19, // [19:21] is the sub-list for method input_type
-	19, // [19:19] is the sub-list for extension type_name
-	19, // [19:19] is the sub-list for extension extendee
-	0,  // [0:19] is the sub-list for field type_name
+	25, // 12: kvgrpc.v1.RegistrationInfo.away_since:type_name -> google.protobuf.Timestamp
+	9,  // 13: kvgrpc.v1.ServerLimits.calls:type_name -> kvgrpc.v1.CallLimits
+	10, // 14: kvgrpc.v1.ServerLimits.rank:type_name -> kvgrpc.v1.RankLimits
+	11, // 15: kvgrpc.v1.ServerLimits.registry:type_name -> kvgrpc.v1.RegistryLimits
+	12, // 16: kvgrpc.v1.ServerLimits.index:type_name -> kvgrpc.v1.IndexLimits
+	26, // 17: kvgrpc.v1.RegistryLimits.lease_ttl:type_name -> google.protobuf.Duration
+	26, // 18: kvgrpc.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
+	19, // 19: kvgrpc.v1.ListCallersResponse.callers:type_name -> kvgrpc.v1.Caller
+	2,  // 20: kvgrpc.v1.Caller.role:type_name -> kvgrpc.v1.CallerRole
+	20, // 21: kvgrpc.v1.Caller.methods:type_name -> kvgrpc.v1.OpenMethod
+	21, // 22: kvgrpc.v1.Caller.readers:type_name -> kvgrpc.v1.NewsReader
+	25, // 23: kvgrpc.v1.NewsReader.start_time:type_name -> google.protobuf.Timestamp
+	3,  // 24: kvgrpc.v1.ServerService.GetServerInfo:input_type -> kvgrpc.v1.GetServerInfoRequest
+	13, // 25: kvgrpc.v1.ServerService.Drain:input_type -> kvgrpc.v1.DrainRequest
+	15, // 26: kvgrpc.v1.ServerService.Undrain:input_type -> kvgrpc.v1.UndrainRequest
+	17, // 27: kvgrpc.v1.ServerService.ListCallers:input_type -> kvgrpc.v1.ListCallersRequest
+	4,  // 28: kvgrpc.v1.ServerService.GetServerInfo:output_type -> kvgrpc.v1.GetServerInfoResponse
+	14, // 29: kvgrpc.v1.ServerService.Drain:output_type -> kvgrpc.v1.DrainResponse
+	16, // 30: kvgrpc.v1.ServerService.Undrain:output_type -> kvgrpc.v1.UndrainResponse
+	18, // 31: kvgrpc.v1.ServerService.ListCallers:output_type -> kvgrpc.v1.ListCallersResponse
+	28, // [28:32] is the sub-list for method output_type
+	24, // [24:28] is the sub-list for method input_type
+	24, // [24:24] is the sub-list for extension type_name
+	24, // [24:24] is the sub-list for extension extendee
+	0,  // [0:24] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_server_service_proto_init() }
@@ -1304,13 +1850,14 @@ func file_kvgrpc_v1_server_service_proto_init() {
 		return
 	}
 	file_kvgrpc_v1_common_proto_init()
+	file_kvgrpc_v1_server_service_proto_msgTypes[18].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvgrpc_v1_server_service_proto_rawDesc), len(file_kvgrpc_v1_server_service_proto_rawDesc)),
-			NumEnums:      2,
-			NumMessages:   13,
+			NumEnums:      3,
+			NumMessages:   20,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

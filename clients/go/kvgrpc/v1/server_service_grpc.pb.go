@@ -23,6 +23,8 @@ const _ = grpc.SupportPackageIsVersion9
 const (
 	ServerService_GetServerInfo_FullMethodName = "/kvgrpc.v1.ServerService/GetServerInfo"
 	ServerService_Drain_FullMethodName         = "/kvgrpc.v1.ServerService/Drain"
+	ServerService_Undrain_FullMethodName       = "/kvgrpc.v1.ServerService/Undrain"
+	ServerService_ListCallers_FullMethodName   = "/kvgrpc.v1.ServerService/ListCallers"
 )
 
 // ServerServiceClient is the client API for ServerService service.
@@ -38,6 +40,16 @@ type ServerServiceClient interface {
 	// plane has no write left. Returns when drained or at the deadline of the call. Repeating it is harmless.
 	// Roles: operator. Errors: INVALID_REQUEST.
 	Drain(ctx context.Context, in *DrainRequest, opts ...grpc.CallOption) (*DrainResponse, error)
+	// Takes a drain back: new rooms are taken, the rows are registered again, health turns SERVING. What the drain ended stays
+	// ended; rooms that it still waits for go on, and its Drain answers that not all is drained. Of a process that does not
+	// drain it changes nothing.
+	// Roles: operator. Errors: SERVER_DRAINING (the process ends), STALE_EPOCH (a newer incarnation has its place), and those
+	// of Register: it drains on then.
+	Undrain(ctx context.Context, in *UndrainRequest, opts ...grpc.CallOption) (*UndrainResponse, error)
+	// Lists who has calls open here, reads news, or registered rows here, ordered by name and address, paged. Calls of
+	// ServerService and health checks, which no bound counts, are not there.
+	// Roles: operator. Errors: INVALID_REQUEST.
+	ListCallers(ctx context.Context, in *ListCallersRequest, opts ...grpc.CallOption) (*ListCallersResponse, error)
 }
 
 type serverServiceClient struct {
@@ -68,6 +80,26 @@ func (c *serverServiceClient) Drain(ctx context.Context, in *DrainRequest, opts 
 	return out, nil
 }
 
+func (c *serverServiceClient) Undrain(ctx context.Context, in *UndrainRequest, opts ...grpc.CallOption) (*UndrainResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(UndrainResponse)
+	err := c.cc.Invoke(ctx, ServerService_Undrain_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *serverServiceClient) ListCallers(ctx context.Context, in *ListCallersRequest, opts ...grpc.CallOption) (*ListCallersResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListCallersResponse)
+	err := c.cc.Invoke(ctx, ServerService_ListCallers_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // ServerServiceServer is the server API for ServerService service.
 // All implementations must embed UnimplementedServerServiceServer
 // for forward compatibility.
@@ -81,6 +113,16 @@ type ServerServiceServer interface {
 	// plane has no write left. Returns when drained or at the deadline of the call. Repeating it is harmless.
 	// Roles: operator. Errors: INVALID_REQUEST.
 	Drain(context.Context, *DrainRequest) (*DrainResponse, error)
+	// Takes a drain back: new rooms are taken, the rows are registered again, health turns SERVING. What the drain ended stays
+	// ended; rooms that it still waits for go on, and its Drain answers that not all is drained. Of a process that does not
+	// drain it changes nothing.
+	// Roles: operator. Errors: SERVER_DRAINING (the process ends), STALE_EPOCH (a newer incarnation has its place), and those
+	// of Register: it drains on then.
+	Undrain(context.Context, *UndrainRequest) (*UndrainResponse, error)
+	// Lists who has calls open here, reads news, or registered rows here, ordered by name and address, paged. Calls of
+	// ServerService and health checks, which no bound counts, are not there.
+	// Roles: operator. Errors: INVALID_REQUEST.
+	ListCallers(context.Context, *ListCallersRequest) (*ListCallersResponse, error)
 	mustEmbedUnimplementedServerServiceServer()
 }
 
@@ -96,6 +138,12 @@ func (UnimplementedServerServiceServer) GetServerInfo(context.Context, *GetServe
 }
 func (UnimplementedServerServiceServer) Drain(context.Context, *DrainRequest) (*DrainResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Drain not implemented")
+}
+func (UnimplementedServerServiceServer) Undrain(context.Context, *UndrainRequest) (*UndrainResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Undrain not implemented")
+}
+func (UnimplementedServerServiceServer) ListCallers(context.Context, *ListCallersRequest) (*ListCallersResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListCallers not implemented")
 }
 func (UnimplementedServerServiceServer) mustEmbedUnimplementedServerServiceServer() {}
 func (UnimplementedServerServiceServer) testEmbeddedByValue()                       {}
@@ -154,6 +202,42 @@ func _ServerService_Drain_Handler(srv interface{}, ctx context.Context, dec func
 	return interceptor(ctx, in, info, handler)
 }
 
+func _ServerService_Undrain_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(UndrainRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ServerServiceServer).Undrain(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ServerService_Undrain_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ServerServiceServer).Undrain(ctx, req.(*UndrainRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _ServerService_ListCallers_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListCallersRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ServerServiceServer).ListCallers(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ServerService_ListCallers_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ServerServiceServer).ListCallers(ctx, req.(*ListCallersRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // ServerService_ServiceDesc is the grpc.ServiceDesc for ServerService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -168,6 +252,14 @@ var ServerService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Drain",
 			Handler:    _ServerService_Drain_Handler,
+		},
+		{
+			MethodName: "Undrain",
+			Handler:    _ServerService_Undrain_Handler,
+		},
+		{
+			MethodName: "ListCallers",
+			Handler:    _ServerService_ListCallers_Handler,
 		},
 	},
 	Streams:  []grpc.StreamDesc{},

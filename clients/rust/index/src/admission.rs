@@ -1,6 +1,6 @@
 //! Who gets in, and how many at once: before a byte of a request is read.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use tonic::codegen::http::{Request, Response};
 use tonic::codegen::Service;
 use tower_layer::Layer;
 
-use crate::proof::Proof;
+use crate::proof::{Caller, Proof};
 
 /// Requests that are read or worked on: each may have 4 MiB.
 const CALLS_AT_ONCE: usize = 64;
@@ -30,8 +30,8 @@ pub struct Admission {
 }
 
 impl Admission {
-    pub fn new(proof: Proof) -> Self {
-        Self { proof, places: Arc::default() }
+    pub fn new(proof: Proof, places: Arc<Places>) -> Self {
+        Self { proof, places }
     }
 }
 
@@ -78,57 +78,77 @@ where
                 Ok(caller) => caller,
                 Err(refused) => return Ok(refused.into_http()),
             };
-            let _place = if is_counted { Some(places.take(&caller.name).await) } else { None };
+            let _place = if is_counted { Some(places.take(&caller).await) } else { None };
             request.extensions_mut().insert(caller);
             inner.call(request).await
         })
     }
 }
 
+/// The calls that run, by who makes them.
 #[derive(Default)]
-struct Places {
-    taken: Mutex<HashMap<String, usize>>,
+pub struct Places {
+    taken: Mutex<Taken>,
     freed: Notify,
 }
 
+/// Shares go by the name alone.
+#[derive(Default)]
+struct Taken {
+    by_name: HashMap<String, usize>,
+    by_caller: BTreeMap<Caller, u32>,
+}
+
 impl Places {
+    /// Who has calls open, and how many; ordered by name, host and role.
+    pub fn open_calls(&self) -> Vec<(Caller, u32)> {
+        self.taken.lock().by_caller.iter().map(|(caller, open)| (caller.clone(), *open)).collect()
+    }
+
     /// Waits while the caller has its share, or others have all.
-    async fn take(self: Arc<Self>, caller: &str) -> Place {
+    async fn take(self: Arc<Self>, caller: &Caller) -> Place {
         loop {
             let freed = self.freed.notified();
             tokio::pin!(freed);
             freed.as_mut().enable();
             if self.is_taken(caller) {
-                return Place { places: self.clone(), caller: caller.to_owned() };
+                return Place { places: self.clone(), caller: caller.clone() };
             }
             freed.await;
         }
     }
 
-    fn is_taken(&self, caller: &str) -> bool {
+    fn is_taken(&self, caller: &Caller) -> bool {
         let mut taken = self.taken.lock();
-        let free = CALLS_AT_ONCE - taken.values().sum::<usize>();
-        let own = taken.get(caller).copied().unwrap_or(0);
+        let free = CALLS_AT_ONCE - taken.by_name.values().sum::<usize>();
+        let own = taken.by_name.get(&caller.name).copied().unwrap_or(0);
         if own + 1 > free {
             return false;
         }
-        taken.insert(caller.to_owned(), own + 1);
+        taken.by_name.insert(caller.name.clone(), own + 1);
+        *taken.by_caller.entry(caller.clone()).or_default() += 1;
         true
     }
 }
 
 struct Place {
     places: Arc<Places>,
-    caller: String,
+    caller: Caller,
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
         let mut taken = self.places.taken.lock();
-        if let Some(own) = taken.get_mut(&self.caller) {
+        if let Some(own) = taken.by_name.get_mut(&self.caller.name) {
             *own -= 1;
             if *own == 0 {
-                taken.remove(&self.caller);
+                taken.by_name.remove(&self.caller.name);
+            }
+        }
+        if let Some(open) = taken.by_caller.get_mut(&self.caller) {
+            *open -= 1;
+            if *open == 0 {
+                taken.by_caller.remove(&self.caller);
             }
         }
         drop(taken);

@@ -28,7 +28,7 @@ use tonic::transport::{Certificate, ClientTlsConfig, Identity, Server, ServerTls
 use tonic_health::server::HealthReporter;
 use tonic_health::ServingStatus;
 
-use crate::admission::Admission;
+use crate::admission::{Admission, Places};
 use crate::proof::Proof;
 use crate::service::Index;
 use crate::status::{Status, LOOK_INTERVAL};
@@ -113,6 +113,7 @@ async fn serve(arguments: Arguments) -> Result<(), String> {
         draining: Arc::new(AtomicBool::new(false)),
         counts: Arc::default(),
         began: SystemTime::now(),
+        places: Arc::<Places>::default(),
     };
     let status = Status::new(index.index.clone(), index.counts.clone(), index.draining.clone());
     if let Some(listen) = &arguments.metrics_listen {
@@ -129,7 +130,7 @@ async fn serve(arguments: Arguments) -> Result<(), String> {
     health.set_service_status("", ServingStatus::NotServing).await;
     let looking = tokio::spawn(tell_health(status, health.clone()));
     let server = builder(&arguments)?
-        .layer(Admission::new(proof))
+        .layer(Admission::new(proof, index.places.clone()))
         .add_service(scores)
         .add_service(info)
         .add_service(health_service);

@@ -25,11 +25,12 @@ pub struct Proof {
     asks_certificates: bool,
 }
 
-/// Who calls: a role, and the name that its share is counted by.
-#[derive(Clone)]
+/// Who calls: the name that its share is counted by, the host that it calls from, and a role.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Caller {
-    pub role: String,
     pub name: String,
+    pub host: String,
+    pub role: String,
 }
 
 /// Whoever may drain.
@@ -75,11 +76,11 @@ impl Proof {
         let peer = peer_of(extensions);
         let host = peer.map_or_else(String::new, |peer| peer.to_canonical().to_string());
         if self.tokens.is_none() && !self.asks_certificates {
-            return Ok(Caller { role: OPERATOR.to_owned(), name: host });
+            return Ok(Caller { name: host.clone(), host, role: OPERATOR.to_owned() });
         }
         let header = headers.get("authorization").and_then(|value| value.to_str().ok());
         match (header, &self.tokens) {
-            (None, _) if self.asks_certificates => in_certificate(extensions),
+            (None, _) if self.asks_certificates => in_certificate(extensions, host),
             (_, None) => Err(unproven("this server takes no tokens: send a client certificate alone")),
             (header, Some(known)) => known.check(header.unwrap_or(""), peer, host),
         }
@@ -108,8 +109,8 @@ impl Known {
         }
         let (role, scope) = token.role.split_once(' ').unwrap_or((&token.role, ""));
         let name = scope.split(' ').next().filter(|name| !name.is_empty() && !name.starts_with("role="));
-        let name = name.map_or(host, |name| format!("{role} {name}"));
-        Ok(Caller { role: role.to_owned(), name })
+        let name = name.map_or_else(|| host.clone(), |name| format!("{role} {name}"));
+        Ok(Caller { name, host, role: role.to_owned() })
     }
 
     /// Read again where the file changed; one that cannot be read leaves what was known.
@@ -145,14 +146,14 @@ impl Known {
     }
 }
 
-fn in_certificate(extensions: &Extensions) -> Result<Caller, Status> {
+fn in_certificate(extensions: &Extensions, host: String) -> Result<Caller, Status> {
     let certificates = extensions.get::<TlsConnectInfo<TcpConnectInfo>>().and_then(TlsConnectInfo::peer_certs);
     let first = certificates.as_ref().and_then(|chain| chain.first());
     let names = match first.map(|certificate| names_in(certificate)) {
         None => Vec::new(),
         Some(names) => names.ok_or_else(|| unproven("the names of the client certificate cannot be read"))?,
     };
-    who_is_named(&names).ok_or_else(|| {
+    who_is_named(&names, host).ok_or_else(|| {
         let kinds = "no email, DNS or URI name";
         unproven(&format!(
             "no bearer token, and {kinds} of the client certificate ends in .rank, .consumer or .operator"
@@ -161,10 +162,10 @@ fn in_certificate(extensions: &Extensions) -> Result<Caller, Status> {
 }
 
 /// By the first name that ends in a role, after a dot or a slash or as a whole.
-fn who_is_named(names: &[String]) -> Option<Caller> {
+fn who_is_named(names: &[String], host: String) -> Option<Caller> {
     let role_of = |name: &str| ROLES.into_iter().find(|role| name.rsplit(['.', '/']).next() == Some(role));
     let (role, name) = names.iter().find_map(|name| role_of(name).map(|role| (role, name)))?;
-    Some(Caller { role: role.to_owned(), name: format!("certificate {name}") })
+    Some(Caller { name: format!("certificate {name}"), host, role: role.to_owned() })
 }
 
 fn unproven(text: &str) -> Status {

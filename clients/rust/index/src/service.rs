@@ -14,6 +14,7 @@ use kvgrpc::pb::{self, IndexSource, IndexSourceState, PromptScores, ScorePrompt}
 use kvgrpc::{ModelNeeded, PlanQuestion, PrefixIndex, Question, Wanted};
 use tonic::{Request, Response, Status};
 
+use crate::admission::Places;
 use crate::proof::{Caller, OPERATOR};
 use crate::refusals::{denied, disabled, draining, invalid};
 use crate::status::Counts;
@@ -25,17 +26,21 @@ const MAX_ENGINES: usize = 1024;
 const MAX_NOT_FOLLOWED: usize = 100;
 const DEFAULT_PAGE: u32 = 100;
 const MAX_PAGE: u32 = 1000;
+/// The names of lists in page tokens.
+const SOURCES: &str = "sources";
+const CALLERS: &str = "callers";
 const LONGEST_STALENESS: Duration = Duration::from_secs(86_400);
 /// Others have their turn after so many blocks.
 const BLOCKS_OF_A_TURN: usize = 8192;
 
-/// What both services share. Draining ends when the process does.
+/// What both services share.
 #[derive(Clone)]
 pub struct Index {
     pub index: Arc<PrefixIndex>,
     pub draining: Arc<AtomicBool>,
     pub counts: Arc<Counts>,
     pub began: SystemTime,
+    pub places: Arc<Places>,
 }
 
 impl Index {
@@ -106,8 +111,8 @@ impl IndexService for Index {
     ) -> Result<Response<pb::ListSourcesResponse>, Status> {
         self.check_open()?;
         let request = request.into_inner();
-        let after = read_page_token(&request.page_token)?;
-        let size = if request.page_size == 0 { DEFAULT_PAGE } else { request.page_size.min(MAX_PAGE) } as usize;
+        let after = read_page_token(SOURCES, &request.page_token)?;
+        let size = page_size(request.page_size);
         check_states(&request.states)?;
         let all = self.index.sources();
         let mut counts: BTreeMap<i32, u32> = BTreeMap::new();
@@ -116,7 +121,7 @@ impl IndexService for Index {
         }
         let is_asked = |source: &IndexSource| request.states.is_empty() || request.states.contains(&state_of(source));
         let mut sources: Vec<_> = all.into_iter().filter(|source| place(source) > after && is_asked(source)).collect();
-        let next_page_token = if sources.len() > size { page_token(&place(&sources[size - 1])) } else { String::new() };
+        let next_page_token = if sources.len() > size { page_token(SOURCES, &place(&sources[size - 1])) } else { String::new() };
         sources.truncate(size);
         let mut not_followed = self.index.not_followed();
         not_followed.truncate(MAX_NOT_FOLLOWED);
@@ -150,12 +155,44 @@ impl ServerService for Index {
     }
 
     async fn drain(&self, request: Request<pb::DrainRequest>) -> Result<Response<pb::DrainResponse>, Status> {
-        if let Some(Caller { role, .. }) = request.extensions().get().filter(|known: &&Caller| known.role != OPERATOR) {
-            return Err(denied("/kvgrpc.v1.ServerService/Drain", role, OPERATOR));
-        }
+        check_operator(&request, "/kvgrpc.v1.ServerService/Drain")?;
         // An index holds nothing that a drain would have to wait for.
         self.draining.store(true, Ordering::Relaxed);
         Ok(Response::new(pb::DrainResponse { drained: true, open_rooms: 0 }))
+    }
+
+    async fn undrain(&self, request: Request<pb::UndrainRequest>) -> Result<Response<pb::UndrainResponse>, Status> {
+        check_operator(&request, "/kvgrpc.v1.ServerService/Undrain")?;
+        self.draining.store(false, Ordering::Relaxed);
+        Ok(Response::new(pb::UndrainResponse {}))
+    }
+
+    async fn list_callers(
+        &self,
+        request: Request<pb::ListCallersRequest>,
+    ) -> Result<Response<pb::ListCallersResponse>, Status> {
+        check_operator(&request, "/kvgrpc.v1.ServerService/ListCallers")?;
+        let request = request.into_inner();
+        let after = read_page_token(CALLERS, &request.page_token)?;
+        let size = page_size(request.page_size);
+        let open = self.places.open_calls().into_iter();
+        let mut callers: Vec<_> = open.filter(|(caller, _)| place_of(caller) > after).collect();
+        let next_page_token =
+            if callers.len() > size { page_token(CALLERS, &place_of(&callers[size - 1].0)) } else { String::new() };
+        callers.truncate(size);
+        let callers = callers.into_iter().map(|(Caller { name, host, role }, open_calls)| {
+            let role = pb::CallerRole::from_str_name(&format!("CALLER_ROLE_{}", role.to_uppercase()));
+            let role = role.unwrap_or_default().into();
+            pb::Caller { name, role, address: host, open_calls, ..Default::default() }
+        });
+        Ok(Response::new(pb::ListCallersResponse { callers: callers.collect(), next_page_token }))
+    }
+}
+
+fn check_operator<T>(request: &Request<T>, method: &str) -> Result<(), Status> {
+    match request.extensions().get::<Caller>() {
+        Some(Caller { role, .. }) if role != OPERATOR => Err(denied(method, role, OPERATOR)),
+        _ => Ok(()),
     }
 }
 
@@ -240,16 +277,25 @@ fn place(source: &IndexSource) -> String {
     format!("{}\0{:010}", source.engine, source.dp)
 }
 
-fn page_token(after: &str) -> String {
-    URL_SAFE.encode(format!("sources\0{after}"))
+fn place_of(caller: &Caller) -> String {
+    format!("{}\0{}\0{}", caller.name, caller.host, caller.role)
 }
 
-fn read_page_token(token: &str) -> Result<String, Status> {
+fn page_size(asked: u32) -> usize {
+    (if asked == 0 { DEFAULT_PAGE } else { asked.min(MAX_PAGE) }) as usize
+}
+
+fn page_token(list: &str, after: &str) -> String {
+    URL_SAFE.encode(format!("{list}\0{after}"))
+}
+
+fn read_page_token(list: &str, token: &str) -> Result<String, Status> {
     if token.is_empty() {
         return Ok(String::new());
     }
     let text = URL_SAFE.decode(token).ok().and_then(|raw| String::from_utf8(raw).ok());
-    let after = text.as_deref().and_then(|text| text.strip_prefix("sources\0")).map(str::to_owned);
+    let of_list = text.as_deref().and_then(|text| text.split_once('\0')).filter(|(name, _)| *name == list);
+    let after = of_list.map(|(_, after)| after.to_owned());
     let rule = "a next_page_token of the same list with the same filters, or empty";
     after.ok_or_else(|| invalid("page_token", &token.chars().take(100).collect::<String>(), rule))
 }

@@ -583,6 +583,13 @@ pub struct EventStream {
     /// The state, where a snapshot is kept.
     #[prost(message, optional, tag = "12")]
     pub state: ::core::option::Option<StateDigest>,
+    /// ZMQ endpoint that PUB connects to, a proxy's perhaps, where it binds none; pub_endpoint is empty then.
+    #[prost(string, tag = "15")]
+    pub connects_to: ::prost::alloc::string::String,
+    /// With connects_to: somebody listens there. While nobody does, live events go nowhere; Watch has them. Absent where ZMQ
+    /// cannot tell (inproc).
+    #[prost(bool, optional, tag = "16")]
+    pub listened_at: ::core::option::Option<bool>,
 }
 /// Request of ListStreams.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -4984,6 +4991,23 @@ pub struct Engine {
     /// Ranks of the layout that are not registered, which keep it from READY; the first 64, by coordinates. Of GetEngine only.
     #[prost(message, repeated, tag = "10")]
     pub missing_ranks: ::prost::alloc::vec::Vec<RankId>,
+    /// What became of those of missing_ranks that the registry knew before, in the same order; of the others it never heard
+    /// since its process started. Of GetEngine only.
+    #[prost(message, repeated, tag = "11")]
+    pub absent_ranks: ::prost::alloc::vec::Vec<AbsentRank>,
+}
+/// A rank that was there and is not.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct AbsentRank {
+    /// Its last incarnation; with FENCED the one that was refused last.
+    #[prost(message, optional, tag = "1")]
+    pub rank: ::core::option::Option<RankRef>,
+    /// How it left.
+    #[prost(enumeration = "Absence", tag = "2")]
+    pub absence: i32,
+    /// When, by the clock of the registry.
+    #[prost(message, optional, tag = "3")]
+    pub time: ::core::option::Option<::prost_types::Timestamp>,
 }
 /// Request of Register.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -5180,6 +5204,43 @@ pub struct WatchEnginesResponse {
     /// cannot reach its store. Told whenever it changes.
     #[prost(bool, tag = "4")]
     pub warming_up: bool,
+}
+/// How a rank left the registry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum Absence {
+    /// Never sent.
+    Unspecified = 0,
+    /// It left: it drains or was closed, or an operator removed its row.
+    Deregistered = 1,
+    /// Nobody renewed its lease: its process is dead or stopped, or nothing comes through from it.
+    LeaseRanOut = 2,
+    /// It is there and is refused: a newer incarnation was registered after it, and has left since. Restart it.
+    Fenced = 3,
+}
+impl Absence {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "ABSENCE_UNSPECIFIED",
+            Self::Deregistered => "ABSENCE_DEREGISTERED",
+            Self::LeaseRanOut => "ABSENCE_LEASE_RAN_OUT",
+            Self::Fenced => "ABSENCE_FENCED",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "ABSENCE_UNSPECIFIED" => Some(Self::Unspecified),
+            "ABSENCE_DEREGISTERED" => Some(Self::Deregistered),
+            "ABSENCE_LEASE_RAN_OUT" => Some(Self::LeaseRanOut),
+            "ABSENCE_FENCED" => Some(Self::Fenced),
+            _ => None,
+        }
+    }
 }
 /// Generated client implementations.
 pub mod registry_service_client {
@@ -6224,9 +6285,93 @@ pub struct DrainResponse {
     /// True when no room and no write is left.
     #[prost(bool, tag = "1")]
     pub drained: bool,
-    /// Rooms that are still open.
+    /// Rooms that are still open; 0 where an Undrain took the drain back.
     #[prost(uint32, tag = "2")]
     pub open_rooms: u32,
+}
+/// Request of Undrain.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct UndrainRequest {}
+/// Response of Undrain.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct UndrainResponse {}
+/// Request of ListCallers.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ListCallersRequest {
+    /// At most this many, and at most 1 MiB of them; 0 means 100, more than 1,000 means 1,000.
+    #[prost(uint32, tag = "1")]
+    pub page_size: u32,
+    /// next_page_token of the page before, or empty for the first.
+    #[prost(string, tag = "2")]
+    pub page_token: ::prost::alloc::string::String,
+}
+/// Response of ListCallers.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ListCallersResponse {
+    /// Callers of this process.
+    #[prost(message, repeated, tag = "1")]
+    pub callers: ::prost::alloc::vec::Vec<Caller>,
+    /// For the next page; empty on the last.
+    #[prost(string, tag = "2")]
+    pub next_page_token: ::prost::alloc::string::String,
+}
+/// One caller, as it calls from one host.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct Caller {
+    /// Which its limits are counted by: that of its token ("consumer router-a") or certificate, else its host.
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    /// What it proved to be.
+    #[prost(enumeration = "CallerRole", tag = "2")]
+    pub role: i32,
+    /// The host that it calls from; of a Unix socket the socket.
+    #[prost(string, tag = "3")]
+    pub address: ::prost::alloc::string::String,
+    /// Its unary calls that are served now.
+    #[prost(uint32, tag = "4")]
+    pub open_calls: u32,
+    /// Its streams that are open.
+    #[prost(uint32, tag = "5")]
+    pub open_streams: u32,
+    /// Both by method, most first; the first 64.
+    #[prost(message, repeated, tag = "8")]
+    pub methods: ::prost::alloc::vec::Vec<OpenMethod>,
+    /// Rows of the registry here that it registered, at whichever replica.
+    #[prost(uint32, tag = "9")]
+    pub rows: u32,
+    /// What it reads of events and engines, most behind first; the first 64.
+    #[prost(message, repeated, tag = "10")]
+    pub readers: ::prost::alloc::vec::Vec<NewsReader>,
+}
+/// Calls of one method that are open.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct OpenMethod {
+    /// Its path, as "/kvgrpc.v1.EventService/Watch".
+    #[prost(string, tag = "1")]
+    pub method: ::prost::alloc::string::String,
+    /// How many.
+    #[prost(uint32, tag = "2")]
+    pub open: u32,
+}
+/// A stream by which a caller follows a process.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct NewsReader {
+    /// Its path: that of EventService.Watch or of RegistryService.WatchEngines.
+    #[prost(string, tag = "1")]
+    pub method: ::prost::alloc::string::String,
+    /// Of a Watch, whose events.
+    #[prost(string, tag = "2")]
+    pub engine: ::prost::alloc::string::String,
+    /// Of a Watch, of which independent KV cache.
+    #[prost(uint32, tag = "3")]
+    pub dp: u32,
+    /// When it began.
+    #[prost(message, optional, tag = "4")]
+    pub start_time: ::core::option::Option<::prost_types::Timestamp>,
+    /// Batches, or changes of engines, that there are and that were not sent to it yet. Absent for who takes heartbeats alone,
+    /// and while a snapshot or a full state is on its way.
+    #[prost(uint64, optional, tag = "5")]
+    pub behind: ::core::option::Option<u64>,
 }
 /// Where a setting comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
@@ -6310,6 +6455,43 @@ impl RegistrationState {
             "REGISTRATION_STATE_RETRYING" => Some(Self::Retrying),
             "REGISTRATION_STATE_SUPERSEDED" => Some(Self::Superseded),
             "REGISTRATION_STATE_CLOSED" => Some(Self::Closed),
+            _ => None,
+        }
+    }
+}
+/// What a caller proved to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum CallerRole {
+    /// Nobody has to prove anything here, or it is of no role that a reader knows.
+    Unspecified = 0,
+    /// A rank of an engine.
+    Rank = 1,
+    /// A router or an indexer.
+    Consumer = 2,
+    /// People and automation.
+    Operator = 3,
+}
+impl CallerRole {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "CALLER_ROLE_UNSPECIFIED",
+            Self::Rank => "CALLER_ROLE_RANK",
+            Self::Consumer => "CALLER_ROLE_CONSUMER",
+            Self::Operator => "CALLER_ROLE_OPERATOR",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "CALLER_ROLE_UNSPECIFIED" => Some(Self::Unspecified),
+            "CALLER_ROLE_RANK" => Some(Self::Rank),
+            "CALLER_ROLE_CONSUMER" => Some(Self::Consumer),
+            "CALLER_ROLE_OPERATOR" => Some(Self::Operator),
             _ => None,
         }
     }
@@ -6456,6 +6638,62 @@ pub mod server_service_client {
                 .insert(GrpcMethod::new("kvgrpc.v1.ServerService", "Drain"));
             self.inner.unary(req, path, codec).await
         }
+        /// Takes a drain back: new rooms are taken, the rows are registered again, health turns SERVING. What the drain ended stays
+        /// ended; rooms that it still waits for go on, and its Drain answers that not all is drained. Of a process that does not
+        /// drain it changes nothing.
+        /// Roles: operator. Errors: SERVER_DRAINING (the process ends), STALE_EPOCH (a newer incarnation has its place), and those
+        /// of Register: it drains on then.
+        pub async fn undrain(
+            &mut self,
+            request: impl tonic::IntoRequest<super::UndrainRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::UndrainResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/kvgrpc.v1.ServerService/Undrain",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("kvgrpc.v1.ServerService", "Undrain"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Lists who has calls open here, reads news, or registered rows here, ordered by name and address, paged. Calls of
+        /// ServerService and health checks, which no bound counts, are not there.
+        /// Roles: operator. Errors: INVALID_REQUEST.
+        pub async fn list_callers(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ListCallersRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListCallersResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/kvgrpc.v1.ServerService/ListCallers",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("kvgrpc.v1.ServerService", "ListCallers"));
+            self.inner.unary(req, path, codec).await
+        }
     }
 }
 /// Generated server implementations.
@@ -6488,6 +6726,25 @@ pub mod server_service_server {
             &self,
             request: tonic::Request<super::DrainRequest>,
         ) -> std::result::Result<tonic::Response<super::DrainResponse>, tonic::Status>;
+        /// Takes a drain back: new rooms are taken, the rows are registered again, health turns SERVING. What the drain ended stays
+        /// ended; rooms that it still waits for go on, and its Drain answers that not all is drained. Of a process that does not
+        /// drain it changes nothing.
+        /// Roles: operator. Errors: SERVER_DRAINING (the process ends), STALE_EPOCH (a newer incarnation has its place), and those
+        /// of Register: it drains on then.
+        async fn undrain(
+            &self,
+            request: tonic::Request<super::UndrainRequest>,
+        ) -> std::result::Result<tonic::Response<super::UndrainResponse>, tonic::Status>;
+        /// Lists who has calls open here, reads news, or registered rows here, ordered by name and address, paged. Calls of
+        /// ServerService and health checks, which no bound counts, are not there.
+        /// Roles: operator. Errors: INVALID_REQUEST.
+        async fn list_callers(
+            &self,
+            request: tonic::Request<super::ListCallersRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListCallersResponse>,
+            tonic::Status,
+        >;
     }
     /// Served by every kvgrpc process.
     #[derive(Debug)]
@@ -6640,6 +6897,96 @@ pub mod server_service_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = DrainSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.ServerService/Undrain" => {
+                    #[allow(non_camel_case_types)]
+                    struct UndrainSvc<T: ServerService>(pub Arc<T>);
+                    impl<
+                        T: ServerService,
+                    > tonic::server::UnaryService<super::UndrainRequest>
+                    for UndrainSvc<T> {
+                        type Response = super::UndrainResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::UndrainRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as ServerService>::undrain(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = UndrainSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvgrpc.v1.ServerService/ListCallers" => {
+                    #[allow(non_camel_case_types)]
+                    struct ListCallersSvc<T: ServerService>(pub Arc<T>);
+                    impl<
+                        T: ServerService,
+                    > tonic::server::UnaryService<super::ListCallersRequest>
+                    for ListCallersSvc<T> {
+                        type Response = super::ListCallersResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ListCallersRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as ServerService>::list_callers(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ListCallersSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

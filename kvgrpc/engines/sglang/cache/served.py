@@ -210,6 +210,9 @@ class SglangCache:
     def drain(self) -> None:
         self._orders.drain()
 
+    def undrain(self) -> None:
+        self._orders.undrain()
+
     # On the scheduler's thread.
 
     def take(self, most: int) -> list[CacheOrder]:

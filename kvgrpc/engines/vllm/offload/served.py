@@ -129,6 +129,9 @@ class OffloadedCache:
     def drain(self) -> None:
         self._orders.drain()
 
+    def undrain(self) -> None:
+        self._orders.undrain()
+
     def _behind(self, keys: Sequence[OffloadKey], first: int) -> int:
         """Of other engines, where a tier takes from them, and of storage."""
         return max((tier.count_behind(keys, first) for tier in self._tiers()), default=0) if first < len(keys) else 0

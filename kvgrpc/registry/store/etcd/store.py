@@ -77,6 +77,9 @@ class EtcdStore:
     def healthy(self) -> bool:
         return bool(self._tasks) and not any(task.done() for task in self._tasks)
 
+    def rows_by_owner(self) -> dict[tuple[str, str], int]:
+        return self._view.owners.rows()
+
     async def start(self, on_change: OnChange) -> None:
         """Begins to follow etcd; an etcd that is away is waited for in the background."""
         self._on_change = on_change

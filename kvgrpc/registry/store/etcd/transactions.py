@@ -87,11 +87,15 @@ def registration(
 
 
 def removal(keys: EtcdKeys, rows: Iterable[RankRow], revisions: Iterable[int]) -> pb.TxnRequest:
-    """Removes rows, unless one of their ranks registered again meanwhile."""
+    """Removes rows, unless one of their ranks registered again meanwhile.
+
+    Their fences are written once more: a lease that ends writes nothing, so whoever follows tells the two apart.
+    """
     request = pb.TxnRequest()
     for row, revision in zip(rows, revisions, strict=True):
         request.compare.append(_unchanged(keys.fence(row.ref.rank), revision))
         request.success.add().request_delete_range.CopyFrom(pb.DeleteRangeRequest(key=keys.row(row.ref.rank)))
+        request.success.append(_put(keys.fence(row.ref.rank), str(row.ref.epoch).encode()))
     return request
 
 

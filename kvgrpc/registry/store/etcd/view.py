@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import grpc
@@ -15,7 +16,7 @@ from kvgrpc.model import RankId
 from kvgrpc.observability import metrics
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.registry import wire
-from kvgrpc.registry.model import RankRow, engine_differences
+from kvgrpc.registry.model import Absence, RankRow, engine_differences
 from kvgrpc.registry.owners import Owners
 from kvgrpc.registry.store.etcd.client import CALL_SECONDS, EtcdClient, WatchCall
 from kvgrpc.registry.store.etcd.keys import EtcdKeys, after, lease_id
@@ -162,28 +163,30 @@ class EtcdView:
             except (asyncio.InvalidStateError, Exception):
                 return
 
-    def _apply(self, events: Iterable[pb.Event]) -> None:
+    def _apply(self, events: Sequence[pb.Event]) -> None:
         """What is gone or replaced first: an engine that changed its shape must not be there in both."""
-        rows: dict[RankId, _Stored | None] = {}
+        rows: dict[RankId, _Stored | _Gone] = {}
+        # A lease that ends only removes; who removes rows otherwise writes something beside it.
+        written = {event.kv.mod_revision for event in events if event.type == pb.Event.PUT}
         for event in events:
             try:
-                self._read(event, rows)
+                self._read(event, rows, ran_out=event.kv.mod_revision not in written)
             except Exception as error:  # written by somebody else
                 _log.error("what stands at %r cannot be read, and is left out: %s", event.kv.key, error)
-        for rank, stored in rows.items():
-            self._remove(rank, stored)
-        for stored in rows.values():
-            if stored is not None:
-                self._add(*stored)
+        for rank, found in rows.items():
+            self._remove(rank, found)
+        for found in rows.values():
+            if isinstance(found, _Stored):
+                self._add(*found)
         metrics.REGISTRY_ROWS.set(self.table.rows)
         self._on_change()
 
-    def _read(self, event: pb.Event, rows: dict[RankId, _Stored | None]) -> None:
-        """A row with its lease id (None: gone) goes to ``rows``, everything else is taken at once."""
+    def _read(self, event: pb.Event, rows: dict[RankId, _Stored | _Gone], *, ran_out: bool) -> None:
+        """A row goes to ``rows``, everything else is taken at once."""
         key, put, revision = event.kv.key, event.type == pb.Event.PUT, event.kv.mod_revision
         if key.startswith(self._keys.rows):
             rank = self._keys.rank_of(key)
-            rows[rank] = self._row(event.kv) if put else None
+            rows[rank] = self._row(event.kv) if put else _Gone(ran_out)
         elif key.startswith(self._keys.fences):
             rank = self._keys.rank_of(key)
             if put:
@@ -204,19 +207,22 @@ class EtcdView:
         owner = (stored.caller, stored.host) if stored.host else (stored.caller,) if stored.caller else ()
         return _Stored(row, lease_id(key_value.lease, stored.index), tuple(owner[: n + 1] for n in range(len(owner))))
 
-    def _remove(self, rank: RankId, stored: _Stored | None) -> None:
+    def _remove(self, rank: RankId, found: _Stored | _Gone) -> None:
         known = self.table.leased(rank)
         if known is None:
             return
         # Rows that somebody copied without their leases have one number.
         self._leases.pop(known.lease_id, None)
-        if stored is not None and stored.row == known.row:
-            known.lease_id = stored.lease
+        if isinstance(found, _Stored) and found.row == known.row:
+            known.lease_id = found.lease
             self._leases[known.lease_id] = known.row.ref.rank
         else:
             self.owners.remove(rank)
             self.table.remove(known)
-            metrics.REGISTRY_EXPIRED.inc(stored is None)
+            if isinstance(found, _Gone):
+                metrics.REGISTRY_EXPIRED.inc(found.ran_out)
+                absence = Absence.LEASE_RAN_OUT if found.ran_out else Absence.DEREGISTERED
+                self.table.departures.note(known.row.ref, absence, time.time())
 
     def _add(self, row: RankRow, lease: int, owner: tuple[Account, ...]) -> None:
         if self.table.leased(row.ref.rank) is not None:
@@ -249,6 +255,12 @@ class EtcdView:
         self.revision = revision
         moved, self._moved = self._moved, asyncio.get_running_loop().create_future()
         moved.set_result(None)
+
+
+class _Gone(NamedTuple):
+    """Nothing stands there any more. ``ran_out``: its lease did; else somebody removed it."""
+
+    ran_out: bool
 
 
 class _Stored(NamedTuple):

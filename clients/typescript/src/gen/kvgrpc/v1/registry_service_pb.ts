@@ -4,10 +4,10 @@
 // @generated from file kvgrpc/v1/registry_service.proto (package kvgrpc.v1, syntax proto3)
 /* eslint-disable */
 
-import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
-import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
-import type { Duration } from "@bufbuild/protobuf/wkt";
-import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
+import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
+import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
+import type { Duration, Timestamp } from "@bufbuild/protobuf/wkt";
+import { file_google_protobuf_duration, file_google_protobuf_timestamp } from "@bufbuild/protobuf/wkt";
 import type { Layout, ModelIdentity, PagePool, RankId, RankRef, Role } from "./common_pb.js";
 import { file_kvgrpc_v1_common } from "./common_pb.js";
 import type { Message } from "@bufbuild/protobuf";
@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvgrpc/v1/registry_service.proto.
  */
 export const file_kvgrpc_v1_registry_service: GenFile = /*@__PURE__*/
-  fileDesc("CiBrdmdycGMvdjEvcmVnaXN0cnlfc2VydmljZS5wcm90bxIJa3ZncnBjLnYxIjwKCUVuZHBvaW50cxIMCgRncnBjGAEgASgJEhIKCmV2ZW50c19wdWIYAiABKAkSDQoFY2FjaGUYAyABKAkirwIKB1JhbmtSb3cSIAoEcmFuaxgBIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEh0KBHJvbGUYAiABKA4yDy5rdmdycGMudjEuUm9sZRInCgllbmRwb2ludHMYAyABKAsyFC5rdmdycGMudjEuRW5kcG9pbnRzEiEKBmxheW91dBgEIAEoCzIRLmt2Z3JwYy52MS5MYXlvdXQSIgoFcG9vbHMYBSADKAsyEy5rdmdycGMudjEuUGFnZVBvb2wSEgoKZGF0YV9wbGFuZRgGIAEoCRIZChFlbmdpbmVfc2VsZWN0c19kcBgIIAEoCBInCgVtb2RlbBgJIAEoCzIYLmt2Z3JwYy52MS5Nb2RlbElkZW50aXR5EhUKDXNlcnZlc19ldmVudHMYCiABKAhKBAgHEAgiqQIKBkVuZ2luZRIMCgRuYW1lGAEgASgJEh0KBHJvbGUYAiABKA4yDy5rdmdycGMudjEuUm9sZRIhCgZsYXlvdXQYAyABKAsyES5rdmdycGMudjEuTGF5b3V0EhgKEHJlZ2lzdGVyZWRfcmFua3MYBCABKA0SFgoOZXhwZWN0ZWRfcmFua3MYBSABKA0SDQoFcmVhZHkYBiABKAgSIAoEcm93cxgHIAMoCzISLmt2Z3JwYy52MS5SYW5rUm93EicKBW1vZGVsGAggASgLMhgua3ZncnBjLnYxLk1vZGVsSWRlbnRpdHkSGQoRZHBfbGFja2luZ19ldmVudHMYCSADKA0SKAoNbWlzc2luZ19yYW5rcxgKIAMoCzIRLmt2Z3JwYy52MS5SYW5rSWQiMwoPUmVnaXN0ZXJSZXF1ZXN0EiAKBHJvd3MYASADKAsyEi5rdmdycGMudjEuUmFua1JvdyJ1ChBSZWdpc3RlclJlc3BvbnNlEiQKBmxlYXNlcxgBIAMoCzIULmt2Z3JwYy52MS5SYW5rTGVhc2USJgoDdHRsGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhMKC3JlZ2lzdHJ5X2lkGAMgASgJIkMKCVJhbmtMZWFzZRIgCgRyYW5rGAEgASgLMhIua3ZncnBjLnYxLlJhbmtSZWYSFAoIbGVhc2VfaWQYAiABKARCAjABIikKEEtlZXBBbGl2ZVJlcXVlc3QSFQoJbGVhc2VfaWRzGAEgAygEQgIwASJaChFLZWVwQWxpdmVSZXNwb25zZRIdChF1bmtub3duX2xlYXNlX2lkcxgBIAMoBEICMAESJgoDdHRsGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIjYKEURlcmVnaXN0ZXJSZXF1ZXN0EiEKBXJhbmtzGAEgAygLMhIua3ZncnBjLnYxLlJhbmtSZWYiJQoSRGVyZWdpc3RlclJlc3BvbnNlEg8KB3JlbW92ZWQYASABKA0iSQoQR2V0RW5naW5lUmVxdWVzdBIOCgZlbmdpbmUYASABKAkSEQoJcGFnZV9zaXplGAIgASgNEhIKCnBhZ2VfdG9rZW4YAyABKAkiTwoRR2V0RW5naW5lUmVzcG9uc2USIQoGZW5naW5lGAEgASgLMhEua3ZncnBjLnYxLkVuZ2luZRIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkicAoSTGlzdEVuZ2luZXNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoDRISCgpwYWdlX3Rva2VuGAIgASgJEh0KBHJvbGUYAyABKA4yDy5rdmdycGMudjEuUm9sZRIUCgxpbmNsdWRlX3Jvd3MYBCABKAgiZgoTTGlzdEVuZ2luZXNSZXNwb25zZRIiCgdlbmdpbmVzGAEgAygLMhEua3ZncnBjLnYxLkVuZ2luZRIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkSEgoKd2FybWluZ191cBgDIAEoCCJuCgxSYW5rU2VsZWN0b3ISDwoCZHAYASABKA1IAIgBARIPCgJwcBgCIAEoDUgBiAEBEg8KAmNwGAMgASgNSAKIAQESDwoCdHAYBCABKA1IA4gBAUIFCgNfZHBCBQoDX3BwQgUKA19jcEIFCgNfdHAimwEKE1Jlc29sdmVSYW5rc1JlcXVlc3QSDgoGZW5naW5lGAEgASgJEh0KBHJvbGUYAiABKA4yDy5rdmdycGMudjEuUm9sZRIqCglzZWxlY3RvcnMYAyADKAsyFy5rdmdycGMudjEuUmFua1NlbGVjdG9yEhIKCndhaXRfcmVhZHkYBCABKAgSFQoNd2l0aG91dF9wb29scxgFIAEoCCI5ChRSZXNvbHZlUmFua3NSZXNwb25zZRIhCgZlbmdpbmUYASABKAsyES5rdmdycGMudjEuRW5naW5lIlsKE1dhdGNoRW5naW5lc1JlcXVlc3QSDgoGZW5naW5lGAEgASgJEh0KBHJvbGUYAiABKA4yDy5rdmdycGMudjEuUm9sZRIVCg13aXRob3V0X3Bvb2xzGAMgASgIIlMKDEVuZ2luZUNoYW5nZRIhCgZlbmdpbmUYASABKAsyES5rdmdycGMudjEuRW5naW5lEiAKBGdvbmUYAiADKAsyEi5rdmdycGMudjEuUmFua1JlZiKCAQoUV2F0Y2hFbmdpbmVzUmVzcG9uc2USFAoMc3RhdGVfYmVnaW5zGAEgASgIEigKB2NoYW5nZXMYAiADKAsyFy5rdmdycGMudjEuRW5naW5lQ2hhbmdlEhYKDnN0YXRlX2NvbXBsZXRlGAMgASgIEhIKCndhcm1pbmdfdXAYBCABKAgywAQKD1JlZ2lzdHJ5U2VydmljZRJICghSZWdpc3RlchIaLmt2Z3JwYy52MS5SZWdpc3RlclJlcXVlc3QaGy5rdmdycGMudjEuUmVnaXN0ZXJSZXNwb25zZSIDkAICEkoKCUtlZXBBbGl2ZRIbLmt2Z3JwYy52MS5LZWVwQWxpdmVSZXF1ZXN0Ghwua3ZncnBjLnYxLktlZXBBbGl2ZVJlc3BvbnNlKAEwARJOCgpEZXJlZ2lzdGVyEhwua3ZncnBjLnYxLkRlcmVnaXN0ZXJSZXF1ZXN0Gh0ua3ZncnBjLnYxLkRlcmVnaXN0ZXJSZXNwb25zZSIDkAICEksKCUdldEVuZ2luZRIbLmt2Z3JwYy52MS5HZXRFbmdpbmVSZXF1ZXN0Ghwua3ZncnBjLnYxLkdldEVuZ2luZVJlc3BvbnNlIgOQAgESUQoLTGlzdEVuZ2luZXMSHS5rdmdycGMudjEuTGlzdEVuZ2luZXNSZXF1ZXN0Gh4ua3ZncnBjLnYxLkxpc3RFbmdpbmVzUmVzcG9uc2UiA5ACARJUCgxSZXNvbHZlUmFua3MSHi5rdmdycGMudjEuUmVzb2x2ZVJhbmtzUmVxdWVzdBofLmt2Z3JwYy52MS5SZXNvbHZlUmFua3NSZXNwb25zZSIDkAIBElEKDFdhdGNoRW5naW5lcxIeLmt2Z3JwYy52MS5XYXRjaEVuZ2luZXNSZXF1ZXN0Gh8ua3ZncnBjLnYxLldhdGNoRW5naW5lc1Jlc3BvbnNlMAFCPwoNZGV2Lmt2Z3JwYy52MVABWiBrdmdycGMuZGV2L2dvL2t2Z3JwYy92MTtrdmdycGN2MaoCCUt2Z3JwYy5WMWIGcHJvdG8z", [file_google_protobuf_duration, file_kvgrpc_v1_common]);
+  fileDesc("CiBrdmdycGMvdjEvcmVnaXN0cnlfc2VydmljZS5wcm90bxIJa3ZncnBjLnYxIjwKCUVuZHBvaW50cxIMCgRncnBjGAEgASgJEhIKCmV2ZW50c19wdWIYAiABKAkSDQoFY2FjaGUYAyABKAkirwIKB1JhbmtSb3cSIAoEcmFuaxgBIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEh0KBHJvbGUYAiABKA4yDy5rdmdycGMudjEuUm9sZRInCgllbmRwb2ludHMYAyABKAsyFC5rdmdycGMudjEuRW5kcG9pbnRzEiEKBmxheW91dBgEIAEoCzIRLmt2Z3JwYy52MS5MYXlvdXQSIgoFcG9vbHMYBSADKAsyEy5rdmdycGMudjEuUGFnZVBvb2wSEgoKZGF0YV9wbGFuZRgGIAEoCRIZChFlbmdpbmVfc2VsZWN0c19kcBgIIAEoCBInCgVtb2RlbBgJIAEoCzIYLmt2Z3JwYy52MS5Nb2RlbElkZW50aXR5EhUKDXNlcnZlc19ldmVudHMYCiABKAhKBAgHEAgi1gIKBkVuZ2luZRIMCgRuYW1lGAEgASgJEh0KBHJvbGUYAiABKA4yDy5rdmdycGMudjEuUm9sZRIhCgZsYXlvdXQYAyABKAsyES5rdmdycGMudjEuTGF5b3V0EhgKEHJlZ2lzdGVyZWRfcmFua3MYBCABKA0SFgoOZXhwZWN0ZWRfcmFua3MYBSABKA0SDQoFcmVhZHkYBiABKAgSIAoEcm93cxgHIAMoCzISLmt2Z3JwYy52MS5SYW5rUm93EicKBW1vZGVsGAggASgLMhgua3ZncnBjLnYxLk1vZGVsSWRlbnRpdHkSGQoRZHBfbGFja2luZ19ldmVudHMYCSADKA0SKAoNbWlzc2luZ19yYW5rcxgKIAMoCzIRLmt2Z3JwYy52MS5SYW5rSWQSKwoMYWJzZW50X3JhbmtzGAsgAygLMhUua3ZncnBjLnYxLkFic2VudFJhbmsifQoKQWJzZW50UmFuaxIgCgRyYW5rGAEgASgLMhIua3ZncnBjLnYxLlJhbmtSZWYSIwoHYWJzZW5jZRgCIAEoDjISLmt2Z3JwYy52MS5BYnNlbmNlEigKBHRpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIjMKD1JlZ2lzdGVyUmVxdWVzdBIgCgRyb3dzGAEgAygLMhIua3ZncnBjLnYxLlJhbmtSb3cidQoQUmVnaXN0ZXJSZXNwb25zZRIkCgZsZWFzZXMYASADKAsyFC5rdmdycGMudjEuUmFua0xlYXNlEiYKA3R0bBgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhITCgtyZWdpc3RyeV9pZBgDIAEoCSJDCglSYW5rTGVhc2USIAoEcmFuaxgBIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEhQKCGxlYXNlX2lkGAIgASgEQgIwASIpChBLZWVwQWxpdmVSZXF1ZXN0EhUKCWxlYXNlX2lkcxgBIAMoBEICMAEiWgoRS2VlcEFsaXZlUmVzcG9uc2USHQoRdW5rbm93bl9sZWFzZV9pZHMYASADKARCAjABEiYKA3R0bBgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiI2ChFEZXJlZ2lzdGVyUmVxdWVzdBIhCgVyYW5rcxgBIAMoCzISLmt2Z3JwYy52MS5SYW5rUmVmIiUKEkRlcmVnaXN0ZXJSZXNwb25zZRIPCgdyZW1vdmVkGAEgASgNIkkKEEdldEVuZ2luZVJlcXVlc3QSDgoGZW5naW5lGAEgASgJEhEKCXBhZ2Vfc2l6ZRgCIAEoDRISCgpwYWdlX3Rva2VuGAMgASgJIk8KEUdldEVuZ2luZVJlc3BvbnNlEiEKBmVuZ2luZRgBIAEoCzIRLmt2Z3JwYy52MS5FbmdpbmUSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJInAKEkxpc3RFbmdpbmVzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKA0SEgoKcGFnZV90b2tlbhgCIAEoCRIdCgRyb2xlGAMgASgOMg8ua3ZncnBjLnYxLlJvbGUSFAoMaW5jbHVkZV9yb3dzGAQgASgIImYKE0xpc3RFbmdpbmVzUmVzcG9uc2USIgoHZW5naW5lcxgBIAMoCzIRLmt2Z3JwYy52MS5FbmdpbmUSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJEhIKCndhcm1pbmdfdXAYAyABKAgibgoMUmFua1NlbGVjdG9yEg8KAmRwGAEgASgNSACIAQESDwoCcHAYAiABKA1IAYgBARIPCgJjcBgDIAEoDUgCiAEBEg8KAnRwGAQgASgNSAOIAQFCBQoDX2RwQgUKA19wcEIFCgNfY3BCBQoDX3RwIpsBChNSZXNvbHZlUmFua3NSZXF1ZXN0Eg4KBmVuZ2luZRgBIAEoCRIdCgRyb2xlGAIgASgOMg8ua3ZncnBjLnYxLlJvbGUSKgoJc2VsZWN0b3JzGAMgAygLMhcua3ZncnBjLnYxLlJhbmtTZWxlY3RvchISCgp3YWl0X3JlYWR5GAQgASgIEhUKDXdpdGhvdXRfcG9vbHMYBSABKAgiOQoUUmVzb2x2ZVJhbmtzUmVzcG9uc2USIQoGZW5naW5lGAEgASgLMhEua3ZncnBjLnYxLkVuZ2luZSJbChNXYXRjaEVuZ2luZXNSZXF1ZXN0Eg4KBmVuZ2luZRgBIAEoCRIdCgRyb2xlGAIgASgOMg8ua3ZncnBjLnYxLlJvbGUSFQoNd2l0aG91dF9wb29scxgDIAEoCCJTCgxFbmdpbmVDaGFuZ2USIQoGZW5naW5lGAEgASgLMhEua3ZncnBjLnYxLkVuZ2luZRIgCgRnb25lGAIgAygLMhIua3ZncnBjLnYxLlJhbmtSZWYiggEKFFdhdGNoRW5naW5lc1Jlc3BvbnNlEhQKDHN0YXRlX2JlZ2lucxgBIAEoCBIoCgdjaGFuZ2VzGAIgAygLMhcua3ZncnBjLnYxLkVuZ2luZUNoYW5nZRIWCg5zdGF0ZV9jb21wbGV0ZRgDIAEoCBISCgp3YXJtaW5nX3VwGAQgASgIKmsKB0Fic2VuY2USFwoTQUJTRU5DRV9VTlNQRUNJRklFRBAAEhgKFEFCU0VOQ0VfREVSRUdJU1RFUkVEEAESGQoVQUJTRU5DRV9MRUFTRV9SQU5fT1VUEAISEgoOQUJTRU5DRV9GRU5DRUQQAzLABAoPUmVnaXN0cnlTZXJ2aWNlEkgKCFJlZ2lzdGVyEhoua3ZncnBjLnYxLlJlZ2lzdGVyUmVxdWVzdBobLmt2Z3JwYy52MS5SZWdpc3RlclJlc3BvbnNlIgOQAgISSgoJS2VlcEFsaXZlEhsua3ZncnBjLnYxLktlZXBBbGl2ZVJlcXVlc3QaHC5rdmdycGMudjEuS2VlcEFsaXZlUmVzcG9uc2UoATABEk4KCkRlcmVnaXN0ZXISHC5rdmdycGMudjEuRGVyZWdpc3RlclJlcXVlc3QaHS5rdmdycGMudjEuRGVyZWdpc3RlclJlc3BvbnNlIgOQAgISSwoJR2V0RW5naW5lEhsua3ZncnBjLnYxLkdldEVuZ2luZVJlcXVlc3QaHC5rdmdycGMudjEuR2V0RW5naW5lUmVzcG9uc2UiA5ACARJRCgtMaXN0RW5naW5lcxIdLmt2Z3JwYy52MS5MaXN0RW5naW5lc1JlcXVlc3QaHi5rdmdycGMudjEuTGlzdEVuZ2luZXNSZXNwb25zZSIDkAIBElQKDFJlc29sdmVSYW5rcxIeLmt2Z3JwYy52MS5SZXNvbHZlUmFua3NSZXF1ZXN0Gh8ua3ZncnBjLnYxLlJlc29sdmVSYW5rc1Jlc3BvbnNlIgOQAgESUQoMV2F0Y2hFbmdpbmVzEh4ua3ZncnBjLnYxLldhdGNoRW5naW5lc1JlcXVlc3QaHy5rdmdycGMudjEuV2F0Y2hFbmdpbmVzUmVzcG9uc2UwAUI/Cg1kZXYua3ZncnBjLnYxUAFaIGt2Z3JwYy5kZXYvZ28va3ZncnBjL3YxO2t2Z3JwY3YxqgIJS3ZncnBjLlYxYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_kvgrpc_v1_common]);
 
 /**
  * Where a rank listens. "host:port", IPv6 in brackets. Empty: not served.
@@ -209,6 +209,14 @@ export type Engine = Message<"kvgrpc.v1.Engine"> & {
    * @generated from field: repeated kvgrpc.v1.RankId missing_ranks = 10;
    */
   missingRanks: RankId[];
+
+  /**
+   * What became of those of missing_ranks that the registry knew before, in the same order; of the others it never heard
+   * since its process started. Of GetEngine only.
+   *
+   * @generated from field: repeated kvgrpc.v1.AbsentRank absent_ranks = 11;
+   */
+  absentRanks: AbsentRank[];
 };
 
 /**
@@ -217,6 +225,41 @@ export type Engine = Message<"kvgrpc.v1.Engine"> & {
  */
 export const EngineSchema: GenMessage<Engine> = /*@__PURE__*/
   messageDesc(file_kvgrpc_v1_registry_service, 2);
+
+/**
+ * A rank that was there and is not.
+ *
+ * @generated from message kvgrpc.v1.AbsentRank
+ */
+export type AbsentRank = Message<"kvgrpc.v1.AbsentRank"> & {
+  /**
+   * Its last incarnation; with FENCED the one that was refused last.
+   *
+   * @generated from field: kvgrpc.v1.RankRef rank = 1;
+   */
+  rank?: RankRef | undefined;
+
+  /**
+   * How it left.
+   *
+   * @generated from field: kvgrpc.v1.Absence absence = 2;
+   */
+  absence: Absence;
+
+  /**
+   * When, by the clock of the registry.
+   *
+   * @generated from field: google.protobuf.Timestamp time = 3;
+   */
+  time?: Timestamp | undefined;
+};
+
+/**
+ * Describes the message kvgrpc.v1.AbsentRank.
+ * Use `create(AbsentRankSchema)` to create a new message.
+ */
+export const AbsentRankSchema: GenMessage<AbsentRank> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_registry_service, 3);
 
 /**
  * Request of Register.
@@ -237,7 +280,7 @@ export type RegisterRequest = Message<"kvgrpc.v1.RegisterRequest"> & {
  * Use `create(RegisterRequestSchema)` to create a new message.
  */
 export const RegisterRequestSchema: GenMessage<RegisterRequest> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_registry_service, 3);
+  messageDesc(file_kvgrpc_v1_registry_service, 4);
 
 /**
  * Response of Register.
@@ -272,7 +315,7 @@ export type RegisterResponse = Message<"kvgrpc.v1.RegisterResponse"> & {
  * Use `create(RegisterResponseSchema)` to create a new message.
  */
 export const RegisterResponseSchema: GenMessage<RegisterResponse> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_registry_service, 4);
+  messageDesc(file_kvgrpc_v1_registry_service, 5);
 
 /**
  * A row's right to exist.
@@ -300,7 +343,7 @@ export type RankLease = Message<"kvgrpc.v1.RankLease"> & {
  * Use `create(RankLeaseSchema)` to create a new message.
  */
 export const RankLeaseSchema: GenMessage<RankLease> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_registry_service, 5);
+  messageDesc(file_kvgrpc_v1_registry_service, 6);
 
 /**
  * Request of KeepAlive.
@@ -321,7 +364,7 @@ export type KeepAliveRequest = Message<"kvgrpc.v1.KeepAliveRequest"> & {
  * Use `create(KeepAliveRequestSchema)` to create a new message.
  */
 export const KeepAliveRequestSchema: GenMessage<KeepAliveRequest> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_registry_service, 6);
+  messageDesc(file_kvgrpc_v1_registry_service, 7);
 
 /**
  * Response of KeepAlive.
@@ -349,7 +392,7 @@ export type KeepAliveResponse = Message<"kvgrpc.v1.KeepAliveResponse"> & {
  * Use `create(KeepAliveResponseSchema)` to create a new message.
  */
 export const KeepAliveResponseSchema: GenMessage<KeepAliveResponse> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_registry_service, 7);
+  messageDesc(file_kvgrpc_v1_registry_service, 8);
 
 /**
  * Request of Deregister.
@@ -370,7 +413,7 @@ export type DeregisterRequest = Message<"kvgrpc.v1.DeregisterRequest"> & {
  * Use `create(DeregisterRequestSchema)` to create a new message.
  */
 export const DeregisterRequestSchema: GenMessage<DeregisterRequest> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_registry_service, 8);
+  messageDesc(file_kvgrpc_v1_registry_service, 9);
 
 /**
  * Response of Deregister.
@@ -391,7 +434,7 @@ export type DeregisterResponse = Message<"kvgrpc.v1.DeregisterResponse"> & {
  * Use `create(DeregisterResponseSchema)` to create a new message.
  */
 export const DeregisterResponseSchema: GenMessage<DeregisterResponse> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_registry_service, 9);
+  messageDesc(file_kvgrpc_v1_registry_service, 10);
 
 /**
  * Request of GetEngine.
@@ -426,7 +469,7 @@ export type GetEngineRequest = Message<"kvgrpc.v1.GetEngineRequest"> & {
  * Use `create(GetEngineRequestSchema)` to create a new message.
  */
 export const GetEngineRequestSchema: GenMessage<GetEngineRequest> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_registry_service, 10);
+  messageDesc(file_kvgrpc_v1_registry_service, 11);
 
 /**
  * Response of GetEngine.
@@ -454,7 +497,7 @@ export type GetEngineResponse = Message<"kvgrpc.v1.GetEngineResponse"> & {
  * Use `create(GetEngineResponseSchema)` to create a new message.
  */
 export const GetEngineResponseSchema: GenMessage<GetEngineResponse> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_registry_service, 11);
+  messageDesc(file_kvgrpc_v1_registry_service, 12);
 
 /**
  * Request of ListEngines.
@@ -496,7 +539,7 @@ export type ListEnginesRequest = Message<"kvgrpc.v1.ListEnginesRequest"> & {
  * Use `create(ListEnginesRequestSchema)` to create a new message.
  */
 export const ListEnginesRequestSchema: GenMessage<ListEnginesRequest> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_registry_service, 12);
+  messageDesc(file_kvgrpc_v1_registry_service, 13);
 
 /**
  * Response of ListEngines.
@@ -531,7 +574,7 @@ export type ListEnginesResponse = Message<"kvgrpc.v1.ListEnginesResponse"> & {
  * Use `create(ListEnginesResponseSchema)` to create a new message.
  */
 export const ListEnginesResponseSchema: GenMessage<ListEnginesResponse> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_registry_service, 13);
+  messageDesc(file_kvgrpc_v1_registry_service, 14);
 
 /**
  * Which ranks, in KV coordinates.
@@ -573,7 +616,7 @@ export type RankSelector = Message<"kvgrpc.v1.RankSelector"> & {
  * Use `create(RankSelectorSchema)` to create a new message.
  */
 export const RankSelectorSchema: GenMessage<RankSelector> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_registry_service, 14);
+  messageDesc(file_kvgrpc_v1_registry_service, 15);
 
 /**
  * Request of ResolveRanks.
@@ -623,7 +666,7 @@ export type ResolveRanksRequest = Message<"kvgrpc.v1.ResolveRanksRequest"> & {
  * Use `create(ResolveRanksRequestSchema)` to create a new message.
  */
 export const ResolveRanksRequestSchema: GenMessage<ResolveRanksRequest> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_registry_service, 15);
+  messageDesc(file_kvgrpc_v1_registry_service, 16);
 
 /**
  * Response of ResolveRanks.
@@ -644,7 +687,7 @@ export type ResolveRanksResponse = Message<"kvgrpc.v1.ResolveRanksResponse"> & {
  * Use `create(ResolveRanksResponseSchema)` to create a new message.
  */
 export const ResolveRanksResponseSchema: GenMessage<ResolveRanksResponse> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_registry_service, 16);
+  messageDesc(file_kvgrpc_v1_registry_service, 17);
 
 /**
  * Request of WatchEngines.
@@ -679,7 +722,7 @@ export type WatchEnginesRequest = Message<"kvgrpc.v1.WatchEnginesRequest"> & {
  * Use `create(WatchEnginesRequestSchema)` to create a new message.
  */
 export const WatchEnginesRequestSchema: GenMessage<WatchEnginesRequest> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_registry_service, 17);
+  messageDesc(file_kvgrpc_v1_registry_service, 18);
 
 /**
  * One engine of which something is new.
@@ -707,7 +750,7 @@ export type EngineChange = Message<"kvgrpc.v1.EngineChange"> & {
  * Use `create(EngineChangeSchema)` to create a new message.
  */
 export const EngineChangeSchema: GenMessage<EngineChange> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_registry_service, 18);
+  messageDesc(file_kvgrpc_v1_registry_service, 19);
 
 /**
  * Response of WatchEngines.
@@ -750,7 +793,48 @@ export type WatchEnginesResponse = Message<"kvgrpc.v1.WatchEnginesResponse"> & {
  * Use `create(WatchEnginesResponseSchema)` to create a new message.
  */
 export const WatchEnginesResponseSchema: GenMessage<WatchEnginesResponse> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_registry_service, 19);
+  messageDesc(file_kvgrpc_v1_registry_service, 20);
+
+/**
+ * How a rank left the registry.
+ *
+ * @generated from enum kvgrpc.v1.Absence
+ */
+export enum Absence {
+  /**
+   * Never sent.
+   *
+   * @generated from enum value: ABSENCE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * It left: it drains or was closed, or an operator removed its row.
+   *
+   * @generated from enum value: ABSENCE_DEREGISTERED = 1;
+   */
+  DEREGISTERED = 1,
+
+  /**
+   * Nobody renewed its lease: its process is dead or stopped, or nothing comes through from it.
+   *
+   * @generated from enum value: ABSENCE_LEASE_RAN_OUT = 2;
+   */
+  LEASE_RAN_OUT = 2,
+
+  /**
+   * It is there and is refused: a newer incarnation was registered after it, and has left since. Restart it.
+   *
+   * @generated from enum value: ABSENCE_FENCED = 3;
+   */
+  FENCED = 3,
+}
+
+/**
+ * Describes the enum kvgrpc.v1.Absence.
+ */
+export const AbsenceSchema: GenEnum<Absence> = /*@__PURE__*/
+  enumDesc(file_kvgrpc_v1_registry_service, 0);
 
 /**
  * Keeps the rows of ranks that are there. Soft state: every process registers again within one keepalive after the

@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvgrpc/v1/server_service.proto.
  */
 export const file_kvgrpc_v1_server_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch5rdmdycGMvdjEvc2VydmVyX3NlcnZpY2UucHJvdG8SCWt2Z3JwYy52MSIWChRHZXRTZXJ2ZXJJbmZvUmVxdWVzdCK4BAoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEg8KB3ZlcnNpb24YASABKAkSIAoEcmFuaxgCIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEh0KBHJvbGUYAyABKA4yDy5rdmdycGMudjEuUm9sZRIQCghzZXJ2aWNlcxgEIAMoCRInCgZsaW1pdHMYBiABKAsyFy5rdmdycGMudjEuU2VydmVyTGltaXRzEi4KCnN0YXJ0X3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhAKCGRyYWluaW5nGAggASgIEgsKA3BpZBgJIAEoDRIkCghzZXR0aW5ncxgKIAMoCzISLmt2Z3JwYy52MS5TZXR0aW5nEikKCHNlY3VyaXR5GAsgASgLMhcua3ZncnBjLnYxLlBvcnRTZWN1cml0eRIxCgxyZWdpc3RyYXRpb24YDCABKAsyGy5rdmdycGMudjEuUmVnaXN0cmF0aW9uSW5mbxJACgh2ZXJzaW9ucxgNIAMoCzIuLmt2Z3JwYy52MS5HZXRTZXJ2ZXJJbmZvUmVzcG9uc2UuVmVyc2lvbnNFbnRyeRIoCgR0aW1lGA4gASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIcChRkYXRhX3BsYW5lX2VuZHBvaW50cxgPIAMoCRovCg1WZXJzaW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFKBAgFEAYiUAoHU2V0dGluZxIMCgRuYW1lGAEgASgJEg0KBXZhbHVlGAIgASgJEigKBnNvdXJjZRgDIAEoDjIYLmt2Z3JwYy52MS5TZXR0aW5nU291cmNlIoIBCgxQb3J0U2VjdXJpdHkSCwoDdGxzGAEgASgIEhsKE2NsaWVudF9jZXJ0aWZpY2F0ZXMYAiABKAgSDgoGdG9rZW5zGAMgASgIEjgKFGNlcnRpZmljYXRlX2VuZF90aW1lGAQgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCKUAQoQUmVnaXN0cmF0aW9uSW5mbxIPCgdhZGRyZXNzGAEgASgJEisKBXN0YXRlGAIgASgOMhwua3ZncnBjLnYxLlJlZ2lzdHJhdGlvblN0YXRlEi4KCmF3YXlfc2luY2UYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhIKCmxhc3RfZXJyb3IYBCABKAkirQEKDFNlcnZlckxpbWl0cxIkCgVjYWxscxgBIAEoCzIVLmt2Z3JwYy52MS5DYWxsTGltaXRzEiMKBHJhbmsYAiABKAsyFS5rdmdycGMudjEuUmFua0xpbWl0cxIrCghyZWdpc3RyeRgDIAEoCzIZLmt2Z3JwYy52MS5SZWdpc3RyeUxpbWl0cxIlCgVpbmRleBgEIAEoCzIWLmt2Z3JwYy52MS5JbmRleExpbWl0cyLGAQoKQ2FsbExpbWl0cxINCgV1bmFyeRgBIAEoDRIPCgdzdHJlYW1zGAIgASgNEhoKEndhdGNoZXNfcGVyX2NhbGxlchgDIAEoDRIhChloZWFsdGhfd2F0Y2hlc19wZXJfY2FsbGVyGAQgASgNEh4KFnJlZmxlY3Rpb25zX3Blcl9jYWxsZXIYBSABKA0SGgoSbG9jYXRlc19wZXJfY2FsbGVyGAYgASgNEh0KFWtlZXBhbGl2ZXNfcGVyX2NhbGxlchgHIAEoDSLVAgoKUmFua0xpbWl0cxIXCg9tYXhfZnJhbWVfYnl0ZXMYASABKA0SEQoJbWF4X3Jvb21zGAIgASgNEiEKGW1heF91bmNsYWltZWRfcGVyX3Nlc3Npb24YAyABKA0SFQoNbWF4X3VuY2xhaW1lZBgEIAEoDRIZChFtYXhfZW5kZWRfcmVjb3JkcxgFIAEoDRIZChFtYXhfa25vd25fc3RyZWFtcxgGIAEoDRIWCg5tYXhfaGVsZF9wYWdlcxgHIAEoDRIbChNtYXhfY2h1bmtzX3Blcl9yb29tGAggASgNEhUKDW1heF9hdXhfYnl0ZXMYCSABKA0SGgoSbWF4X3Vua25vd25fd3JpdGVzGAogASgNEiEKGW1heF9wZWVyX3dyaXRlc19pbl9mbGlnaHQYCyABKA0SIAoYbWF4X3BlZXJfYnl0ZXNfaW5fZmxpZ2h0GAwgASgNIpMBCg5SZWdpc3RyeUxpbWl0cxIVCg1tYXhfcGFnZV9zaXplGAEgASgNEhwKFG1heF9yb3dzX3Blcl9yZXF1ZXN0GAIgASgNEh4KFm1heF9sZWFzZXNfcGVyX3JlcXVlc3QYAyABKA0SLAoJbGVhc2VfdHRsGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uInYKC0luZGV4TGltaXRzEhgKEG1heF9zY29yZV9ibG9ja3MYASABKA0SGAoQbWF4X3Njb3JlX3Rva2VucxgCIAEoDRIZChFtYXhfc2NvcmVfcHJvbXB0cxgDIAEoDRIYChBtYXhfcGxhbl9wcm9tcHRzGAQgASgNIjgKDERyYWluUmVxdWVzdBIoCgVncmFjZRgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiI0Cg1EcmFpblJlc3BvbnNlEg8KB2RyYWluZWQYASABKAgSEgoKb3Blbl9yb29tcxgCIAEoDSqfAQoNU2V0dGluZ1NvdXJjZRIeChpTRVRUSU5HX1NPVVJDRV9VTlNQRUNJRklFRBAAEhoKFlNFVFRJTkdfU09VUkNFX0RFRkFVTFQQARIXChNTRVRUSU5HX1NPVVJDRV9GSUxFEAISHgoaU0VUVElOR19TT1VSQ0VfRU5WSVJPTk1FTlQQAxIZChVTRVRUSU5HX1NPVVJDRV9FTkdJTkUQBCreAQoRUmVnaXN0cmF0aW9uU3RhdGUSIgoeUkVHSVNUUkFUSU9OX1NUQVRFX1VOU1BFQ0lGSUVEEAASHwobUkVHSVNUUkFUSU9OX1NUQVRFX1NUQVJUSU5HEAESIQodUkVHSVNUUkFUSU9OX1NUQVRFX1JFR0lTVEVSRUQQAhIfChtSRUdJU1RSQVRJT05fU1RBVEVfUkVUUllJTkcQAxIhCh1SRUdJU1RSQVRJT05fU1RBVEVfU1VQRVJTRURFRBAEEh0KGVJFR0lTVFJBVElPTl9TVEFURV9DTE9TRUQQBTKpAQoNU2VydmVyU2VydmljZRJXCg1HZXRTZXJ2ZXJJbmZvEh8ua3ZncnBjLnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiAua3ZncnBjLnYxLkdldFNlcnZlckluZm9SZXNwb25zZSIDkAIBEj8KBURyYWluEhcua3ZncnBjLnYxLkRyYWluUmVxdWVzdBoYLmt2Z3JwYy52MS5EcmFpblJlc3BvbnNlIgOQAgJCPwoNZGV2Lmt2Z3JwYy52MVABWiBrdmdycGMuZGV2L2dvL2t2Z3JwYy92MTtrdmdycGN2MaoCCUt2Z3JwYy5WMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_kvgrpc_v1_common]);
+  fileDesc("Ch5rdmdycGMvdjEvc2VydmVyX3NlcnZpY2UucHJvdG8SCWt2Z3JwYy52MSIWChRHZXRTZXJ2ZXJJbmZvUmVxdWVzdCK4BAoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEg8KB3ZlcnNpb24YASABKAkSIAoEcmFuaxgCIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEh0KBHJvbGUYAyABKA4yDy5rdmdycGMudjEuUm9sZRIQCghzZXJ2aWNlcxgEIAMoCRInCgZsaW1pdHMYBiABKAsyFy5rdmdycGMudjEuU2VydmVyTGltaXRzEi4KCnN0YXJ0X3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhAKCGRyYWluaW5nGAggASgIEgsKA3BpZBgJIAEoDRIkCghzZXR0aW5ncxgKIAMoCzISLmt2Z3JwYy52MS5TZXR0aW5nEikKCHNlY3VyaXR5GAsgASgLMhcua3ZncnBjLnYxLlBvcnRTZWN1cml0eRIxCgxyZWdpc3RyYXRpb24YDCABKAsyGy5rdmdycGMudjEuUmVnaXN0cmF0aW9uSW5mbxJACgh2ZXJzaW9ucxgNIAMoCzIuLmt2Z3JwYy52MS5HZXRTZXJ2ZXJJbmZvUmVzcG9uc2UuVmVyc2lvbnNFbnRyeRIoCgR0aW1lGA4gASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIcChRkYXRhX3BsYW5lX2VuZHBvaW50cxgPIAMoCRovCg1WZXJzaW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFKBAgFEAYiUAoHU2V0dGluZxIMCgRuYW1lGAEgASgJEg0KBXZhbHVlGAIgASgJEigKBnNvdXJjZRgDIAEoDjIYLmt2Z3JwYy52MS5TZXR0aW5nU291cmNlIoIBCgxQb3J0U2VjdXJpdHkSCwoDdGxzGAEgASgIEhsKE2NsaWVudF9jZXJ0aWZpY2F0ZXMYAiABKAgSDgoGdG9rZW5zGAMgASgIEjgKFGNlcnRpZmljYXRlX2VuZF90aW1lGAQgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCKUAQoQUmVnaXN0cmF0aW9uSW5mbxIPCgdhZGRyZXNzGAEgASgJEisKBXN0YXRlGAIgASgOMhwua3ZncnBjLnYxLlJlZ2lzdHJhdGlvblN0YXRlEi4KCmF3YXlfc2luY2UYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhIKCmxhc3RfZXJyb3IYBCABKAkirQEKDFNlcnZlckxpbWl0cxIkCgVjYWxscxgBIAEoCzIVLmt2Z3JwYy52MS5DYWxsTGltaXRzEiMKBHJhbmsYAiABKAsyFS5rdmdycGMudjEuUmFua0xpbWl0cxIrCghyZWdpc3RyeRgDIAEoCzIZLmt2Z3JwYy52MS5SZWdpc3RyeUxpbWl0cxIlCgVpbmRleBgEIAEoCzIWLmt2Z3JwYy52MS5JbmRleExpbWl0cyLGAQoKQ2FsbExpbWl0cxINCgV1bmFyeRgBIAEoDRIPCgdzdHJlYW1zGAIgASgNEhoKEndhdGNoZXNfcGVyX2NhbGxlchgDIAEoDRIhChloZWFsdGhfd2F0Y2hlc19wZXJfY2FsbGVyGAQgASgNEh4KFnJlZmxlY3Rpb25zX3Blcl9jYWxsZXIYBSABKA0SGgoSbG9jYXRlc19wZXJfY2FsbGVyGAYgASgNEh0KFWtlZXBhbGl2ZXNfcGVyX2NhbGxlchgHIAEoDSLVAgoKUmFua0xpbWl0cxIXCg9tYXhfZnJhbWVfYnl0ZXMYASABKA0SEQoJbWF4X3Jvb21zGAIgASgNEiEKGW1heF91bmNsYWltZWRfcGVyX3Nlc3Npb24YAyABKA0SFQoNbWF4X3VuY2xhaW1lZBgEIAEoDRIZChFtYXhfZW5kZWRfcmVjb3JkcxgFIAEoDRIZChFtYXhfa25vd25fc3RyZWFtcxgGIAEoDRIWCg5tYXhfaGVsZF9wYWdlcxgHIAEoDRIbChNtYXhfY2h1bmtzX3Blcl9yb29tGAggASgNEhUKDW1heF9hdXhfYnl0ZXMYCSABKA0SGgoSbWF4X3Vua25vd25fd3JpdGVzGAogASgNEiEKGW1heF9wZWVyX3dyaXRlc19pbl9mbGlnaHQYCyABKA0SIAoYbWF4X3BlZXJfYnl0ZXNfaW5fZmxpZ2h0GAwgASgNIpMBCg5SZWdpc3RyeUxpbWl0cxIVCg1tYXhfcGFnZV9zaXplGAEgASgNEhwKFG1heF9yb3dzX3Blcl9yZXF1ZXN0GAIgASgNEh4KFm1heF9sZWFzZXNfcGVyX3JlcXVlc3QYAyABKA0SLAoJbGVhc2VfdHRsGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uInYKC0luZGV4TGltaXRzEhgKEG1heF9zY29yZV9ibG9ja3MYASABKA0SGAoQbWF4X3Njb3JlX3Rva2VucxgCIAEoDRIZChFtYXhfc2NvcmVfcHJvbXB0cxgDIAEoDRIYChBtYXhfcGxhbl9wcm9tcHRzGAQgASgNIjgKDERyYWluUmVxdWVzdBIoCgVncmFjZRgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiI0Cg1EcmFpblJlc3BvbnNlEg8KB2RyYWluZWQYASABKAgSEgoKb3Blbl9yb29tcxgCIAEoDSIQCg5VbmRyYWluUmVxdWVzdCIRCg9VbmRyYWluUmVzcG9uc2UiOwoSTGlzdENhbGxlcnNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoDRISCgpwYWdlX3Rva2VuGAIgASgJIlIKE0xpc3RDYWxsZXJzUmVzcG9uc2USIgoHY2FsbGVycxgBIAMoCzIRLmt2Z3JwYy52MS5DYWxsZXISFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJItQBCgZDYWxsZXISDAoEbmFtZRgBIAEoCRIjCgRyb2xlGAIgASgOMhUua3ZncnBjLnYxLkNhbGxlclJvbGUSDwoHYWRkcmVzcxgDIAEoCRISCgpvcGVuX2NhbGxzGAQgASgNEhQKDG9wZW5fc3RyZWFtcxgFIAEoDRImCgdtZXRob2RzGAggAygLMhUua3ZncnBjLnYxLk9wZW5NZXRob2QSDAoEcm93cxgJIAEoDRImCgdyZWFkZXJzGAogAygLMhUua3ZncnBjLnYxLk5ld3NSZWFkZXIiKgoKT3Blbk1ldGhvZBIOCgZtZXRob2QYASABKAkSDAoEb3BlbhgCIAEoDSKMAQoKTmV3c1JlYWRlchIOCgZtZXRob2QYASABKAkSDgoGZW5naW5lGAIgASgJEgoKAmRwGAMgASgNEi4KCnN0YXJ0X3RpbWUYBCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhcKBmJlaGluZBgFIAEoBEICMAFIAIgBAUIJCgdfYmVoaW5kKp8BCg1TZXR0aW5nU291cmNlEh4KGlNFVFRJTkdfU09VUkNFX1VOU1BFQ0lGSUVEEAASGgoWU0VUVElOR19TT1VSQ0VfREVGQVVMVBABEhcKE1NFVFRJTkdfU09VUkNFX0ZJTEUQAhIeChpTRVRUSU5HX1NPVVJDRV9FTlZJUk9OTUVOVBADEhkKFVNFVFRJTkdfU09VUkNFX0VOR0lORRAEKt4BChFSZWdpc3RyYXRpb25TdGF0ZRIiCh5SRUdJU1RSQVRJT05fU1RBVEVfVU5TUEVDSUZJRUQQABIfChtSRUdJU1RSQVRJT05fU1RBVEVfU1RBUlRJTkcQARIhCh1SRUdJU1RSQVRJT05fU1RBVEVfUkVHSVNURVJFRBACEh8KG1JFR0lTVFJBVElPTl9TVEFURV9SRVRSWUlORxADEiEKHVJFR0lTVFJBVElPTl9TVEFURV9TVVBFUlNFREVEEAQSHQoZUkVHSVNUUkFUSU9OX1NUQVRFX0NMT1NFRBAFKnMKCkNhbGxlclJvbGUSGwoXQ0FMTEVSX1JPTEVfVU5TUEVDSUZJRUQQABIUChBDQUxMRVJfUk9MRV9SQU5LEAESGAoUQ0FMTEVSX1JPTEVfQ09OU1VNRVIQAhIYChRDQUxMRVJfUk9MRV9PUEVSQVRPUhADMsMCCg1TZXJ2ZXJTZXJ2aWNlElcKDUdldFNlcnZlckluZm8SHy5rdmdycGMudjEuR2V0U2VydmVySW5mb1JlcXVlc3QaIC5rdmdycGMudjEuR2V0U2VydmVySW5mb1Jlc3BvbnNlIgOQAgESPwoFRHJhaW4SFy5rdmdycGMudjEuRHJhaW5SZXF1ZXN0Ghgua3ZncnBjLnYxLkRyYWluUmVzcG9uc2UiA5ACAhJFCgdVbmRyYWluEhkua3ZncnBjLnYxLlVuZHJhaW5SZXF1ZXN0Ghoua3ZncnBjLnYxLlVuZHJhaW5SZXNwb25zZSIDkAICElEKC0xpc3RDYWxsZXJzEh0ua3ZncnBjLnYxLkxpc3RDYWxsZXJzUmVxdWVzdBoeLmt2Z3JwYy52MS5MaXN0Q2FsbGVyc1Jlc3BvbnNlIgOQAgFCPwoNZGV2Lmt2Z3JwYy52MVABWiBrdmdycGMuZGV2L2dvL2t2Z3JwYy92MTtrdmdycGN2MaoCCUt2Z3JwYy5WMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_kvgrpc_v1_common]);
 
 /**
  * Request of GetServerInfo.
@@ -587,7 +587,7 @@ export type DrainResponse = Message<"kvgrpc.v1.DrainResponse"> & {
   drained: boolean;
 
   /**
-   * Rooms that are still open.
+   * Rooms that are still open; 0 where an Undrain took the drain back.
    *
    * @generated from field: uint32 open_rooms = 2;
    */
@@ -600,6 +600,240 @@ export type DrainResponse = Message<"kvgrpc.v1.DrainResponse"> & {
  */
 export const DrainResponseSchema: GenMessage<DrainResponse> = /*@__PURE__*/
   messageDesc(file_kvgrpc_v1_server_service, 11);
+
+/**
+ * Request of Undrain.
+ *
+ * @generated from message kvgrpc.v1.UndrainRequest
+ */
+export type UndrainRequest = Message<"kvgrpc.v1.UndrainRequest"> & {
+};
+
+/**
+ * Describes the message kvgrpc.v1.UndrainRequest.
+ * Use `create(UndrainRequestSchema)` to create a new message.
+ */
+export const UndrainRequestSchema: GenMessage<UndrainRequest> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_server_service, 12);
+
+/**
+ * Response of Undrain.
+ *
+ * @generated from message kvgrpc.v1.UndrainResponse
+ */
+export type UndrainResponse = Message<"kvgrpc.v1.UndrainResponse"> & {
+};
+
+/**
+ * Describes the message kvgrpc.v1.UndrainResponse.
+ * Use `create(UndrainResponseSchema)` to create a new message.
+ */
+export const UndrainResponseSchema: GenMessage<UndrainResponse> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_server_service, 13);
+
+/**
+ * Request of ListCallers.
+ *
+ * @generated from message kvgrpc.v1.ListCallersRequest
+ */
+export type ListCallersRequest = Message<"kvgrpc.v1.ListCallersRequest"> & {
+  /**
+   * At most this many, and at most 1 MiB of them; 0 means 100, more than 1,000 means 1,000.
+   *
+   * @generated from field: uint32 page_size = 1;
+   */
+  pageSize: number;
+
+  /**
+   * next_page_token of the page before, or empty for the first.
+   *
+   * @generated from field: string page_token = 2;
+   */
+  pageToken: string;
+};
+
+/**
+ * Describes the message kvgrpc.v1.ListCallersRequest.
+ * Use `create(ListCallersRequestSchema)` to create a new message.
+ */
+export const ListCallersRequestSchema: GenMessage<ListCallersRequest> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_server_service, 14);
+
+/**
+ * Response of ListCallers.
+ *
+ * @generated from message kvgrpc.v1.ListCallersResponse
+ */
+export type ListCallersResponse = Message<"kvgrpc.v1.ListCallersResponse"> & {
+  /**
+   * Callers of this process.
+   *
+   * @generated from field: repeated kvgrpc.v1.Caller callers = 1;
+   */
+  callers: Caller[];
+
+  /**
+   * For the next page; empty on the last.
+   *
+   * @generated from field: string next_page_token = 2;
+   */
+  nextPageToken: string;
+};
+
+/**
+ * Describes the message kvgrpc.v1.ListCallersResponse.
+ * Use `create(ListCallersResponseSchema)` to create a new message.
+ */
+export const ListCallersResponseSchema: GenMessage<ListCallersResponse> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_server_service, 15);
+
+/**
+ * One caller, as it calls from one host.
+ *
+ * @generated from message kvgrpc.v1.Caller
+ */
+export type Caller = Message<"kvgrpc.v1.Caller"> & {
+  /**
+   * Which its limits are counted by: that of its token ("consumer router-a") or certificate, else its host.
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * What it proved to be.
+   *
+   * @generated from field: kvgrpc.v1.CallerRole role = 2;
+   */
+  role: CallerRole;
+
+  /**
+   * The host that it calls from; of a Unix socket the socket.
+   *
+   * @generated from field: string address = 3;
+   */
+  address: string;
+
+  /**
+   * Its unary calls that are served now.
+   *
+   * @generated from field: uint32 open_calls = 4;
+   */
+  openCalls: number;
+
+  /**
+   * Its streams that are open.
+   *
+   * @generated from field: uint32 open_streams = 5;
+   */
+  openStreams: number;
+
+  /**
+   * Both by method, most first; the first 64.
+   *
+   * @generated from field: repeated kvgrpc.v1.OpenMethod methods = 8;
+   */
+  methods: OpenMethod[];
+
+  /**
+   * Rows of the registry here that it registered, at whichever replica.
+   *
+   * @generated from field: uint32 rows = 9;
+   */
+  rows: number;
+
+  /**
+   * What it reads of events and engines, most behind first; the first 64.
+   *
+   * @generated from field: repeated kvgrpc.v1.NewsReader readers = 10;
+   */
+  readers: NewsReader[];
+};
+
+/**
+ * Describes the message kvgrpc.v1.Caller.
+ * Use `create(CallerSchema)` to create a new message.
+ */
+export const CallerSchema: GenMessage<Caller> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_server_service, 16);
+
+/**
+ * Calls of one method that are open.
+ *
+ * @generated from message kvgrpc.v1.OpenMethod
+ */
+export type OpenMethod = Message<"kvgrpc.v1.OpenMethod"> & {
+  /**
+   * Its path, as "/kvgrpc.v1.EventService/Watch".
+   *
+   * @generated from field: string method = 1;
+   */
+  method: string;
+
+  /**
+   * How many.
+   *
+   * @generated from field: uint32 open = 2;
+   */
+  open: number;
+};
+
+/**
+ * Describes the message kvgrpc.v1.OpenMethod.
+ * Use `create(OpenMethodSchema)` to create a new message.
+ */
+export const OpenMethodSchema: GenMessage<OpenMethod> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_server_service, 17);
+
+/**
+ * A stream by which a caller follows a process.
+ *
+ * @generated from message kvgrpc.v1.NewsReader
+ */
+export type NewsReader = Message<"kvgrpc.v1.NewsReader"> & {
+  /**
+   * Its path: that of EventService.Watch or of RegistryService.WatchEngines.
+   *
+   * @generated from field: string method = 1;
+   */
+  method: string;
+
+  /**
+   * Of a Watch, whose events.
+   *
+   * @generated from field: string engine = 2;
+   */
+  engine: string;
+
+  /**
+   * Of a Watch, of which independent KV cache.
+   *
+   * @generated from field: uint32 dp = 3;
+   */
+  dp: number;
+
+  /**
+   * When it began.
+   *
+   * @generated from field: google.protobuf.Timestamp start_time = 4;
+   */
+  startTime?: Timestamp | undefined;
+
+  /**
+   * Batches, or changes of engines, that there are and that were not sent to it yet. Absent for who takes heartbeats alone,
+   * and while a snapshot or a full state is on its way.
+   *
+   * @generated from field: optional uint64 behind = 5 [jstype = JS_STRING];
+   */
+  behind?: string | undefined;
+};
+
+/**
+ * Describes the message kvgrpc.v1.NewsReader.
+ * Use `create(NewsReaderSchema)` to create a new message.
+ */
+export const NewsReaderSchema: GenMessage<NewsReader> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_server_service, 18);
 
 /**
  * Where a setting comes from.
@@ -705,6 +939,47 @@ export const RegistrationStateSchema: GenEnum<RegistrationState> = /*@__PURE__*/
   enumDesc(file_kvgrpc_v1_server_service, 1);
 
 /**
+ * What a caller proved to be.
+ *
+ * @generated from enum kvgrpc.v1.CallerRole
+ */
+export enum CallerRole {
+  /**
+   * Nobody has to prove anything here, or it is of no role that a reader knows.
+   *
+   * @generated from enum value: CALLER_ROLE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * A rank of an engine.
+   *
+   * @generated from enum value: CALLER_ROLE_RANK = 1;
+   */
+  RANK = 1,
+
+  /**
+   * A router or an indexer.
+   *
+   * @generated from enum value: CALLER_ROLE_CONSUMER = 2;
+   */
+  CONSUMER = 2,
+
+  /**
+   * People and automation.
+   *
+   * @generated from enum value: CALLER_ROLE_OPERATOR = 3;
+   */
+  OPERATOR = 3,
+}
+
+/**
+ * Describes the enum kvgrpc.v1.CallerRole.
+ */
+export const CallerRoleSchema: GenEnum<CallerRole> = /*@__PURE__*/
+  enumDesc(file_kvgrpc_v1_server_service, 2);
+
+/**
  * Served by every kvgrpc process.
  *
  * @generated from service kvgrpc.v1.ServerService
@@ -732,6 +1007,32 @@ export const ServerService: GenService<{
     methodKind: "unary";
     input: typeof DrainRequestSchema;
     output: typeof DrainResponseSchema;
+  },
+  /**
+   * Takes a drain back: new rooms are taken, the rows are registered again, health turns SERVING. What the drain ended stays
+   * ended; rooms that it still waits for go on, and its Drain answers that not all is drained. Of a process that does not
+   * drain it changes nothing.
+   * Roles: operator. Errors: SERVER_DRAINING (the process ends), STALE_EPOCH (a newer incarnation has its place), and those
+   * of Register: it drains on then.
+   *
+   * @generated from rpc kvgrpc.v1.ServerService.Undrain
+   */
+  undrain: {
+    methodKind: "unary";
+    input: typeof UndrainRequestSchema;
+    output: typeof UndrainResponseSchema;
+  },
+  /**
+   * Lists who has calls open here, reads news, or registered rows here, ordered by name and address, paged. Calls of
+   * ServerService and health checks, which no bound counts, are not there.
+   * Roles: operator. Errors: INVALID_REQUEST.
+   *
+   * @generated from rpc kvgrpc.v1.ServerService.ListCallers
+   */
+  listCallers: {
+    methodKind: "unary";
+    input: typeof ListCallersRequestSchema;
+    output: typeof ListCallersResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_kvgrpc_v1_server_service, 0);

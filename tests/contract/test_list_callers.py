@@ -1,0 +1,123 @@
+"""ListCallers says who has something open at a process, and how far behind its readers are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvgrpc.client import Client
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.model import Layout
+from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
+from kvgrpc.server import RegistryServer
+from kvgrpc.v1 import registry_service_pb2 as registry_pb
+from kvgrpc.v1 import server_service_pb2 as pb
+from kvgrpc.v1.common_pb2 import ROLE_PREFILL
+from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
+from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub
+from tests.contract.event_serving import HEARTBEAT, SNAPSHOT, TAIL, Served, served
+from tests.support.registry_serving import failure, request_of
+from tests.support.secrets import proof, tokens_of
+from tests.support.waiting import until
+from tests.unit.registry.builders import ranks
+
+TOKENS = "rank P*:ranks\nconsumer router-a:router\noperator:boss"
+SERVICE = "/kvgrpc.v1.RegistryService/"
+
+
+@pytest.fixture
+async def registry() -> AsyncIterator[RegistryServer]:
+    made = await asyncio.to_thread(RegistryServer(["127.0.0.1:0"], ServerSecurity(tokens=tokens_of(TOKENS))).open)
+    yield made
+    await asyncio.to_thread(made.close)
+
+
+async def callers(address: str, security: ClientSecurity | None = None) -> dict[str, pb.Caller]:
+    async with Client(address, security) as client:
+        return {caller.name: caller for caller in await client.list_callers()}
+
+
+async def test_each_caller_has_its_role_its_calls_its_rows_and_what_it_reads(registry: RegistryServer) -> None:
+    address = registry.address
+    async with open_channel(address, proof("ranks")) as channel, Client(address, proof("router")) as router:
+        stub = RegistryServiceStub(channel)
+        await stub.Register(request_of(*ranks(Layout(tp=3))), timeout=10)
+        wait = registry_pb.ResolveRanksRequest(engine="P-2", role=ROLE_PREFILL, wait_ready=True)
+        waiting = stub.ResolveRanks(wait, timeout=60)
+        watching = router.watch_engines()
+        await anext(watching)
+        await until(lambda: registry._servicer._waiters.count == 1)
+        found = await callers(address, proof("boss"))
+        assert found.keys() == {"rank P*", "consumer router-a"}  # looking at it is not counted
+        rank, reader = found["rank P*"], found["consumer router-a"]
+        assert (rank.role, rank.address, rank.rows) == (pb.CALLER_ROLE_RANK, "127.0.0.1", 3)
+        assert (rank.open_calls, rank.open_streams) == (1, 0)
+        assert [(each.method, each.open) for each in rank.methods] == [(f"{SERVICE}ResolveRanks", 1)]
+        assert (reader.role, reader.rows, reader.open_streams) == (pb.CALLER_ROLE_CONSUMER, 0, 1)
+        assert [(each.method, each.behind, each.HasField("behind")) for each in reader.readers] == [
+            (f"{SERVICE}WatchEngines", 0, True)
+        ]
+        waiting.cancel()
+        await watching.aclose()  # type: ignore[attr-defined]  # it is an async generator
+        await until(lambda: not registry._listener.admission.open_calls)
+        left = await callers(address, proof("boss"))
+        assert [(caller.name, caller.rows, len(caller.methods)) for caller in left.values()] == [("rank P*", 3, 0)]
+
+
+async def test_they_come_in_pages(registry: RegistryServer) -> None:
+    address = registry.address
+    router = Client(address, proof("router"))
+    watching = router.watch_engines()
+    await anext(watching)
+    async with open_channel(address, proof("ranks")) as channel:
+        await RegistryServiceStub(channel).Register(request_of(*ranks(Layout())), timeout=10)
+    async with open_channel(address, proof("boss")) as channel:
+        stub, found, token = ServerServiceStub(channel), list[str](), ""
+        while not found or token:
+            request = pb.ListCallersRequest(page_size=1, page_token=token)
+            page = await stub.ListCallers(request, timeout=10)
+            found += [caller.name for caller in page.callers]
+            token = page.next_page_token
+        assert found == ["consumer router-a", "rank P*"]
+        wrong = pb.ListCallersRequest(page_token="nobody's")
+        assert isinstance(await failure(stub.ListCallers(wrong, timeout=10)), InvalidRequest)
+    await watching.aclose()  # type: ignore[attr-defined]  # it is an async generator
+    await router.close()
+
+
+async def test_a_reader_of_events_is_behind_by_what_it_was_not_sent() -> None:
+    async with served() as events:
+        call = events.watch(TAIL)
+        await call.read()
+        await until(lambda: behind(events) == [0])
+        await events.publish(*[bytes(100_000)] * 200)  # more than a connection takes unread
+        (unsent,) = behind(events)
+        assert unsent
+        read = 0
+        while read < 200:
+            read += len((await call.read()).raw.payloads)
+        await until(lambda: behind(events) == [0])
+        call.cancel()
+        await until(lambda: behind(events) == [])
+
+
+async def test_who_takes_heartbeats_or_awaits_a_snapshot_is_behind_nothing() -> None:
+    async with served(heartbeat=0.05) as events:
+        await events.publish(b"one")
+        call = events.watch(HEARTBEAT)
+        for _ in range(2):
+            await call.read()
+        assert behind(events) == [None]
+        call.cancel()
+        await until(lambda: not behind(events))
+        call = events.watch(SNAPSHOT)
+        while (await call.read()).WhichOneof("kind") != "heartbeat":
+            continue
+        assert behind(events) == [0]
+
+
+def behind(events: Served) -> list[int | None]:
+    return [reader.behind for reader in events.servicer.readers()]

@@ -1,0 +1,168 @@
+"""Undrain takes a drain back: what a process is again, and when it is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvgrpc.client import Client, SyncClient
+from kvgrpc.errors import PeerUnreachable, ServerDraining, StaleEpoch
+from kvgrpc.events import open_publisher
+from kvgrpc.model import RankId, RankRef
+from kvgrpc.prefetch.model import OperationKind
+from kvgrpc.prefetch.protocol.order import Order
+from kvgrpc.rpc.status import error_from
+from kvgrpc.server import IndexServer, RegistryServer
+from kvgrpc.server.events import EventServer
+from kvgrpc.transfer import KVPoll
+from kvgrpc.v1 import server_service_pb2 as pb
+from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub
+from tests.support.cache_serving import hashes_of, open_cache_rank, prompt
+from tests.support.rank_host import RankHost
+from tests.support.waiting import wait_until
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode, and the registry that has both."""
+
+    registry: RegistryServer
+    prefill: RankHost
+    decode: RankHost
+
+    def engines(self) -> dict[str, int]:
+        """The epoch of each, as the registry has them."""
+        with SyncClient(self.registry.address) as client:
+            return {engine.name: engine.rows[0].rank.epoch for engine in client.list_engines(include_rows=True)}
+
+    def begin(self, room: int, *, last: bool) -> None:
+        self.decode.receive(room, f"{self.registry.address}/P", range(4))
+        self.prefill.send(room, range(4, 8) if last else range(4, 7), last=last)
+
+    def hand_off(self, room: int) -> None:
+        self.begin(room, last=True)
+        self.decode.wait("receivers", [room], [KVPoll.Success])
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    registry = RegistryServer(["127.0.0.1:0"], lease_ttl=600.0).open()
+    changes = {"registry": registry.address, "start_timeout": 2.0}
+    pair = Pair(registry, RankHost("P", "PREFILL", changes), RankHost("D", "DECODE", changes))
+    pair.prefill.fill(1)
+    yield pair
+    pair.decode.close(2.0)
+    pair.prefill.close(2.0)
+    registry.close()
+
+
+def state(client: SyncClient) -> tuple[str, bool]:
+    return client.health(), client.get_server_info().draining
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_rank_takes_new_rooms_again_as_the_same_incarnation(pair: Pair, side: str) -> None:
+    pair.hand_off(1)
+    before = pair.engines()
+    with SyncClient(getattr(pair, side).rank.address) as client:
+        client.undrain()  # nothing to take back
+        assert client.drain(1.0).drained
+        assert state(client) == ("NOT_SERVING", True)
+        assert pair.engines().keys() == before.keys() - {"P" if side == "prefill" else "D"}
+        client.undrain()
+        assert state(client) == ("SERVING", False)
+        assert pair.engines() == before
+        pair.hand_off(2)
+        assert client.drain(1.0).drained
+        assert state(client) == ("NOT_SERVING", True)
+
+
+def test_rooms_that_a_drain_still_waits_for_go_on(pair: Pair) -> None:
+    pair.begin(1, last=False)
+    pair.decode.wait("receivers", [1], [KVPoll.Transferring])
+    address = pair.prefill.rank.address
+    with SyncClient(address) as client, SyncClient(address) as other, ThreadPoolExecutor(1) as aside:
+        draining = aside.submit(other.drain, 60.0)
+        wait_until(lambda: client.get_server_info().draining and "P" not in pair.engines())
+        client.undrain()
+        assert not draining.result(20).drained
+        assert state(client) == ("SERVING", False)
+    pair.prefill.send_rest(1, 7)
+    pair.decode.wait("receivers", [1], [KVPoll.Success])
+    pair.hand_off(2)
+
+
+def test_a_rank_whose_place_was_taken_drains_on(pair: Pair) -> None:
+    with SyncClient(pair.prefill.rank.address) as client:
+        assert client.drain(1.0).drained
+        successor = RankHost("P", "PREFILL", {"registry": pair.registry.address})
+        try:
+            with pytest.raises(StaleEpoch):
+                client.undrain()
+            assert state(client) == ("NOT_SERVING", True)
+            assert pair.engines()["P"] == successor.rank.ref.epoch
+        finally:
+            successor.close(2.0)
+
+
+def test_a_rank_whose_registry_is_away_drains_on(pair: Pair) -> None:
+    address = pair.prefill.rank.address
+    with SyncClient(address) as client:
+        assert client.drain(1.0).drained
+        pair.registry.close()
+        with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as refused:
+            ServerServiceStub(channel).Undrain(pb.UndrainRequest(), timeout=30)
+        assert isinstance(error_from(refused.value), PeerUnreachable)
+        assert state(client) == ("NOT_SERVING", True)
+
+
+def test_a_cache_begins_prefetches_again(tmp_path: Path) -> None:
+    cache = open_cache_rank(tmp_path)
+    try:
+        hashes = hashes_of(prompt(2))
+        cache.store(hashes)
+        order = Order(kind=OperationKind.PREFETCH, hashes=tuple(hashes))
+        with SyncClient(cache.address) as client:
+            client.drain(0.0)
+            with pytest.raises(ServerDraining):
+                cache.manager.start(order)
+            client.undrain()
+            assert state(client) == ("SERVING", False)
+            assert client.health("kvgrpc.v1.PrefetchService") == "SERVING"
+            assert cache.manager.start(order).wait(20)
+            cache.assert_bytes(hashes)
+    finally:
+        cache.close()
+
+
+async def test_a_registry_an_index_and_a_publisher_answer_again() -> None:
+    registry = await asyncio.to_thread(RegistryServer(["127.0.0.1:0"]).open)
+    index = await asyncio.to_thread(IndexServer(["127.0.0.1:0"], registry=registry.address).open)
+    publisher = open_publisher({"publisher": "null"}, RankRef(RankId("E"), 1))
+    events = await asyncio.to_thread(EventServer(publisher, ["127.0.0.1:0"]).open)
+    try:
+        async with Client(registry.address) as client:
+            await client.drain(0.0)
+            with pytest.raises(ServerDraining):
+                await anext(client.watch_engines())
+            await client.undrain()
+            assert (await anext(client.watch_engines())).state_begins
+        async with Client(index.address) as client:
+            await client.drain(0.0)
+            await client.undrain()
+            assert list(await client.list_sources()) == []
+        async with Client(events.address) as client:
+            await client.drain(0.0)
+            await client.undrain()
+            assert await client.health("kvgrpc.v1.EventService") == "SERVING"
+            assert [stream.engine for stream in await client.list_streams()] == ["E"]
+    finally:
+        for each in (events, index, registry):
+            await asyncio.to_thread(each.close)
+        publisher.shutdown()
