@@ -36,7 +36,7 @@ def read_page_token(question: str, token: str) -> str:
             return text.decode()
     except (binascii.Error, UnicodeError):
         pass
-    raise _not_ours(token)
+    raise not_ours(token)
 
 
 def numbers_token(question: str, after: Sequence[int]) -> str:
@@ -52,9 +52,9 @@ def read_numbers_token(question: str, token: str, count: int) -> tuple[int, ...]
     try:
         numbers = tuple(map(int, text.split(",")))
     except ValueError:
-        raise _not_ours(token) from None
+        raise not_ours(token) from None
     if len(numbers) != count:
-        raise _not_ours(token)
+        raise not_ours(token)
     return numbers
 
 
@@ -62,7 +62,8 @@ def _check(question: str, text: bytes) -> bytes:
     return zlib.crc32(text, zlib.crc32(question.encode())).to_bytes(_CHECK_BYTES, "big")
 
 
-def _not_ours(token: str) -> InvalidRequest:
+def not_ours(token: str) -> InvalidRequest:
+    """A token that no list of ours gave."""
     return InvalidRequest.of(
         "page_token", token[:100], "a next_page_token of the same list with the same filters, or empty"
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import grpc
 import msgspec
@@ -21,7 +22,7 @@ from kvgrpc.events.following.follower import FollowerCore
 from kvgrpc.events.following.index_servicer import IndexServicer
 from kvgrpc.events.following.messages import Mode
 from kvgrpc.events.following.planning import Placement, Planner, PlanQuestion
-from kvgrpc.events.following.sources import CacheScore, Question, Source, SourceTable, Wanted
+from kvgrpc.events.following.sources import CacheScore, Question, SourcesPage, SourceTable, Wanted
 from kvgrpc.events.log.digest import mix
 from kvgrpc.model import EngineLoad
 from kvgrpc.rpc.interceptors import interceptors_of
@@ -334,14 +335,14 @@ class _Table:
 
     def plan_in_steps(
         self, questions: Sequence[PlanQuestion], wanted: Wanted, *, reserve: bool = False
-    ) -> Iterator[list[Placement] | None]:
+    ) -> Generator[list[Placement] | None, None, None]:
         return Planner(self._table).in_steps(questions, 0.0, wanted=wanted, reserve=reserve)
 
     def not_followed(self) -> list[str]:
         return []
 
-    def sources(self) -> list[Source]:
-        return self._table.sources(0.0)
+    def page_in_steps(self, page: SourcesPage, **more: Any) -> Iterator[None]:
+        return self._table.page_in_steps(page, lambda: 0.0, **more)
 
 
 def _serve(desk: Desk) -> str:

@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvgrpc.client.aio import Client
@@ -22,7 +22,7 @@ from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.events.following.planning import Placement, Planner, PlanQuestion
 from kvgrpc.events.following.prompts import sglang_hashes, sglang_lora_id, vllm_hashes
 from kvgrpc.events.following.saved import SavedCache
-from kvgrpc.events.following.sources import CacheScore, Question, Source, SourceTable, Wanted
+from kvgrpc.events.following.sources import CacheScore, Question, Source, SourcesPage, SourceTable, Wanted
 from kvgrpc.net import check_target
 from kvgrpc.observability import metrics
 from kvgrpc.observability.logging import RateLimited
@@ -216,8 +216,10 @@ class PrefixIndex:
 
     def plan_in_steps(
         self, questions: Sequence[PlanQuestion], wanted: Wanted = EVERY_CACHE, *, reserve: bool = False
-    ) -> Iterator[list[Placement] | None]:
-        """As ``plan``, one request after the other; None wherever others may go on before the next is ready."""
+    ) -> Generator[list[Placement] | None, None, None]:
+        """As ``plan``, one request after the other; None wherever others may go on before the next is ready.
+
+        Close it where it is not gone through: what it reserved is taken back then."""
         return self._planner.in_steps(questions, time.monotonic(), wanted=wanted, reserve=reserve)
 
     def page_sizes(self, wanted: Wanted, model: str = "", field: str = "model") -> set[int]:
@@ -227,6 +229,18 @@ class PrefixIndex:
     def sources(self) -> list[Source]:
         """All caches that are followed, by engine and dp."""
         return self._table.sources(time.monotonic())
+
+    def page_in_steps(
+        self,
+        page: SourcesPage,
+        *,
+        after: tuple[str, int] | None = None,
+        states: Collection[FollowerState] = (),
+        most: int = 1_000,
+    ) -> Iterator[None]:
+        """Fills ``page`` with at most so many of those behind ``after`` (None: from the first on) in one of these
+        states (none: in any), and yields wherever others may go on before it is ready."""
+        return self._table.page_in_steps(page, time.monotonic, after=after, states=states, most=most)
 
     def not_followed(self) -> list[str]:
         """Returns what cannot be followed now, each with its reason: "ENGINE: why", "ADDRESS: why"."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import closing
 from typing import Any, Protocol
 
 from kvgrpc.errors import InvalidRequest, ServerDraining
@@ -13,9 +13,9 @@ from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.events.following.planned import fill_placement
 from kvgrpc.events.following.planning import Placement, PlanQuestion
 from kvgrpc.events.following.questions import Asked, Budget, asked_from_pb, wanted_from_pb, wanted_of_plan
-from kvgrpc.events.following.sources import CacheScore, Freshness, Question, Source, Wanted
+from kvgrpc.events.following.sources import CacheScore, Freshness, Question, Source, SourcesPage, Wanted
 from kvgrpc.observability import metrics
-from kvgrpc.paging import page_size, page_token, read_page_token
+from kvgrpc.paging import not_ours, page_size, page_token, read_page_token
 from kvgrpc.rpc.blocking import BlockingCalls
 from kvgrpc.rpc.turns import PIECE_SECONDS, in_pieces, next_turn
 from kvgrpc.v1 import common_pb2
@@ -40,8 +40,10 @@ class Scores(Protocol):
     def page_sizes(self, wanted: Wanted, model: str = "", field: str = "model") -> set[int]: ...
     def plan_in_steps(
         self, questions: Sequence[PlanQuestion], wanted: Wanted, *, reserve: bool = False
-    ) -> Iterator[list[Placement] | None]: ...
-    def sources(self) -> list[Source]: ...
+    ) -> Generator[list[Placement] | None, None, None]: ...
+    def page_in_steps(
+        self, page: SourcesPage, *, after: tuple[str, int] | None, states: Collection[FollowerState], most: int
+    ) -> Iterator[None]: ...
     def not_followed(self) -> list[str]: ...
 
 
@@ -101,25 +103,21 @@ class IndexServicer(IndexServiceServicer):
                 await next_turn()
                 began = time.monotonic()
         response = pb.PlanResponse()
-        steps = self._index.plan_in_steps(questions, wanted, reserve=request.reserve)
-        await in_pieces(_filled(response, request, questions, steps, budget))
+        # Closed where the answer is refused or nobody waits for it any more: nothing stays reserved for it.
+        with closing(self._index.plan_in_steps(questions, wanted, reserve=request.reserve)) as steps:
+            await in_pieces(_filled(response, request, questions, steps, budget))
         return response
 
     async def ListSources(self, request: pb.ListSourcesRequest, context: Any) -> pb.ListSourcesResponse:
         self._check_open()
-        after = read_page_token(_LIST, request.page_token)
-        size = page_size(request.page_size)
-        sources, states = self._index.sources(), _states(request.states)
-        found = [
-            source
-            for source in sources
-            if _place(source) > after and (not states or _STATES[source.freshness.state] in states)
-        ]
-        counts = Counter(_STATES[source.freshness.state] for source in sources)
+        after, page = _read_place(request.page_token), SourcesPage()
+        states, most = _states(request.states), page_size(request.page_size)
+        await in_pieces(self._index.page_in_steps(page, after=after, states=states, most=most))
+        counts = sorted((_STATES[state], count) for state, count in page.counts.items())
         return pb.ListSourcesResponse(
-            sources=map(_source_to_pb, found[:size]),
-            next_page_token=page_token(_LIST, _place(found[size - 1])) if len(found) > size else "",
-            counts=[pb.IndexSourceStateCount(state=state, sources=count) for state, count in sorted(counts.items())],
+            sources=map(_source_to_pb, page.sources),
+            next_page_token=page_token(_LIST, _place(page.sources[-1])) if page.more else "",
+            counts=[pb.IndexSourceStateCount(state=state, sources=count) for state, count in counts],
             not_followed=self._index.not_followed()[:MAX_NOT_FOLLOWED],
         )
 
@@ -144,17 +142,26 @@ class IndexServicer(IndexServiceServicer):
             raise ServerDraining("this index stops: ask another one")
 
 
-def _states(asked: Sequence[int]) -> frozenset[int]:
-    known = frozenset(_STATES.values())
+def _states(asked: Sequence[int]) -> frozenset[FollowerState]:
+    known = {number: state for state, number in _STATES.items()}
     for index, state in enumerate(asked):
         if state not in known:
             names = ", ".join(map(pb.IndexSourceState.Name, sorted(known)))
             raise InvalidRequest.of(f"states[{index}]", state, f"one of {names}")
-    return frozenset(asked)
+    return frozenset(known[pb.IndexSourceState.ValueType(state)] for state in asked)
 
 
 def _place(source: Source) -> str:
-    return f"{source.engine}\0{source.dp:010d}"
+    return f"{source.engine}\0{source.dp}"
+
+
+def _read_place(token: str) -> tuple[str, int] | None:
+    engine, _, dp = read_page_token(_LIST, token).rpartition("\0")
+    if not dp:
+        return None
+    if not dp.isdecimal():
+        raise not_ours(token)
+    return engine, int(dp)
 
 
 def _leaves_sizes_open(prompt: pb.ScorePrompt) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvgrpc.events.following.index import Match
@@ -79,7 +80,7 @@ class Planner:
     def __init__(self, table: Holdings) -> None:
         self._table = table
         self._reserved = _Given()
-        self._reserved_at: deque[tuple[float, Placement]] = deque()
+        self._reservations: deque[_Reservation] = deque()
 
     def plan(
         self, questions: Sequence[PlanQuestion], now: float, *, wanted: Wanted, reserve: bool = False
@@ -91,18 +92,24 @@ class Planner:
 
     def in_steps(
         self, questions: Sequence[PlanQuestion], now: float, *, wanted: Wanted, reserve: bool = False
-    ) -> Iterator[list[Placement] | None]:
-        """As ``plan``, one request after the other; None wherever others may go on before the next is ready."""
+    ) -> Generator[list[Placement] | None, None, None]:
+        """As ``plan``, one request after the other; None wherever others may go on before the next is ready.
+
+        Close it where it is not gone through: what it reserved is taken back then, as where it raises."""
         self._forget(now)
         given = _Given(self._reserved)
-        for asked in questions:
-            found = yield from self._placements(asked, self._table.holdings(asked.question, wanted, now), given)
-            if found:
-                given.add(found[0])
-                if reserve:
-                    self._reserved.add(found[0])
-                    self._reserved_at.append((now, found[0]))
-            yield found
+        made: list[_Reservation] = []
+        try:
+            for asked in questions:
+                found = yield from self._placements(asked, self._table.holdings(asked.question, wanted, now), given)
+                if found:
+                    given.add(found[0])
+                    if reserve:
+                        made.append(self._reserve(found[0], now))
+                yield found
+        except BaseException:  # who asked is refused, or went away: nobody does as these say
+            self._take_back(made)
+            raise
 
     def _placements(
         self, asked: PlanQuestion, held: Sequence[Holding], given: _Given
@@ -123,9 +130,31 @@ class Planner:
                 yield None
         return sorted(places, key=_worth)
 
+    def _reserve(self, chosen: Placement, now: float) -> _Reservation:
+        made = _Reservation(chosen, now)
+        self._reserved.add(chosen)
+        self._reservations.append(made)
+        return made
+
+    def _take_back(self, made: Collection[_Reservation]) -> None:
+        gone = {each for each in made if not each.forgotten}
+        for each in gone:
+            self._reserved.take_back(each.placement)
+        if gone:
+            self._reservations = deque(each for each in self._reservations if each not in gone)
+
     def _forget(self, now: float) -> None:
-        while self._reserved_at and now - self._reserved_at[0][0] >= RESERVED_SECONDS:
-            self._reserved.take_back(self._reserved_at.popleft()[1])
+        while self._reservations and now - self._reservations[0].at >= RESERVED_SECONDS:
+            oldest = self._reservations.popleft()
+            oldest.forgotten = True
+            self._reserved.take_back(oldest.placement)
+
+
+@dataclass(eq=False, slots=True)
+class _Reservation:
+    placement: Placement
+    at: float
+    forgotten: bool = False
 
 
 class _Given:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvgrpc.errors import InvalidRequest
@@ -95,6 +96,16 @@ class Source:
     last_error: str
 
 
+@dataclass(slots=True)
+class SourcesPage:
+    """Some of the caches that are followed, by engine and dp, and how many of all are in which state. ``more``: there
+    are others behind these."""
+
+    sources: list[Source] = field(default_factory=list)
+    counts: Counter[FollowerState] = field(default_factory=Counter)
+    more: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class _Followed:
     core: FollowerCore
@@ -103,6 +114,8 @@ class _Followed:
     model: str
 
 
+# Half a millisecond or less.
+_SOURCES_OF_A_STEP = 64
 _NOTHING = Match(0, 0, 0, 0)
 _Key = tuple[str, int]
 _Asked = tuple[_Key, _Followed, CacheContents]
@@ -232,6 +245,29 @@ class SourceTable:
     def sources(self, now: float) -> list[Source]:
         """All caches, by engine and dp."""
         return [self._source(*key, self._followed[key], now) for key in sorted(self._followed)]
+
+    def page_in_steps(
+        self,
+        page: SourcesPage,
+        clock: Callable[[], float],
+        *,
+        after: tuple[str, int] | None,
+        states: Collection[FollowerState],
+        most: int,
+    ) -> Iterator[None]:
+        """Fills ``page`` with at most so many of those behind ``after`` (None: from the first on) in one of these
+        states (none: in any), and yields wherever others may go on before it is ready."""
+        for number, key in enumerate(sorted(self._followed), 1):
+            followed = self._followed.get(key)
+            if followed is not None:
+                state = followed.core.state
+                page.counts[state] += 1
+                if (after is None or key > after) and (not states or state in states):
+                    page.more = len(page.sources) >= most
+                    if not page.more:
+                        page.sources.append(self._source(*key, followed, clock()))
+            if not number % _SOURCES_OF_A_STEP:
+                yield
 
     def cut(self) -> SavedCut:
         """All of it that may be known again later, as it is now."""

@@ -71,6 +71,23 @@ def test_an_answer_that_no_client_would_take_is_refused_with_how_to_ask(index: I
     assert turns.longest < LONGEST_TURN_SECONDS
 
 
+def test_a_plan_that_is_refused_leaves_nothing_reserved(index: IndexServiceStub) -> None:
+    """What it had planned before it was refused counted for others for 1.5 s."""
+    prompt = pb.PlanPrompt(prompt=PROMPT, tokens=100_000)
+
+    def waited() -> float:
+        asked = pb.PlanRequest(prompts=[prompt], max_placements=ENGINES)
+        (plan,) = index.Plan(asked, timeout=60).plans
+        return sum(each.queue_time.ToTimedelta().total_seconds() for each in plan.placements)
+
+    before = waited()  # what other tests reserved, which becomes less
+    with pytest.raises(grpc.RpcError) as refused:
+        asked = pb.PlanRequest(prompts=[prompt] * MAX_PLAN_PROMPTS, max_placements=ENGINES, reserve=True)
+        index.Plan(asked, timeout=60)
+    assert isinstance(error_from(refused.value), InvalidRequest)
+    assert waited() <= before
+
+
 def test_as_many_as_are_asked_for_come_for_as_many_prompts_as_there_may_be(index: IndexServiceStub) -> None:
     answer = index.Score(pb.ScoreRequest(prompts=[PROMPT] * MAX_PROMPTS, max_scores=8), timeout=60)
     assert [len(each.scores) for each in answer.prompts] == [8] * MAX_PROMPTS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from kvgrpc.client import sglang_hashes, vllm_hashes
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.following.index_servicer import ON_THE_LOOP_TOKENS, IndexServicer
-from kvgrpc.events.following.sources import CacheScore, Question, Source, Wanted
+from kvgrpc.events.following.sources import CacheScore, Question, SourcesPage, Wanted
 from kvgrpc.observability import metrics
 from kvgrpc.rpc.callers import CALLER, Caller
 from kvgrpc.v1 import index_service_pb2 as pb
@@ -31,14 +31,14 @@ class Asked:
         self.hashes += map(list, question.chains.values())
         return []
 
-    def plan_in_steps(self, questions: Any, wanted: Wanted, *, reserve: bool = False) -> Iterator[Any]:
+    def plan_in_steps(self, questions: Any, wanted: Wanted, *, reserve: bool = False) -> Generator[Any, None, None]:
         return ([] for _ in questions)
 
     def page_sizes(self, wanted: Wanted, model: str = "", field: str = "model") -> set[int]:
         return {4, 16}
 
-    def sources(self) -> list[Source]:
-        return []
+    def page_in_steps(self, page: SourcesPage, **more: Any) -> Iterator[None]:
+        return iter(())
 
     def not_followed(self) -> list[str]:
         return []

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.following.index import BlockIndex, Match
 from kvgrpc.events.following.planning import (
     PULL_OVERHEAD_SECONDS,
@@ -174,6 +175,37 @@ def test_what_was_reserved_counts_in_the_next_call_until_the_engine_has_told_it(
     assert [ask(0.0, reserve=True) for _ in range(4)] == ["a", "b", "a", "b"]
     assert ask(0.0, reserve=True) == "a" and ask(0.0, reserve=False) == "b"
     assert ask(RESERVED_SECONDS, reserve=False) == "a"
+
+
+def test_a_plan_that_is_refused_or_left_leaves_nothing_reserved() -> None:
+    """It counted for 1.5 s: for others those engines seemed busy with what nobody sends."""
+
+    class Unnamed(Caches):
+        """Refuses the question that names no model, as a table of several models does."""
+
+        def holdings(self, question: Question, wanted: Wanted, now: float) -> Sequence[Holding]:
+            if not question.model:
+                raise InvalidRequest.of("model", "", "the model's name")
+            return super().holdings(question, wanted, now)
+
+    planner = Planner(Unnamed([holding("a", 50)]))
+    named = PROMPT._replace(question=Question({0: range(100)}, "m"))
+
+    def queue(now: float) -> float | None:
+        return planner.plan([named], now, wanted=ANY)[0][0].queue
+
+    planner.plan([named], 0.0, wanted=ANY, reserve=True)
+    assert queue(0.0) == 0.8
+    with pytest.raises(InvalidRequest):
+        planner.plan([named, named, PROMPT], 0.0, wanted=ANY, reserve=True)
+    left = planner.in_steps([named] * 3, 1.0, wanted=ANY, reserve=True)
+    assert next(left) and next(left) and queue(1.0) == 2.4
+    left.close()
+    assert queue(1.0) == 0.8, "what others reserved stays"
+    late = planner.in_steps([named] * 3, 1.0, wanted=ANY, reserve=True)
+    assert next(late) and queue(1.0 + RESERVED_SECONDS) == 0.0
+    late.close()
+    assert queue(1.0 + RESERVED_SECONDS) == 0.0, "nothing is taken back twice"
 
 
 def test_blocks_on_the_host_are_told_apart_from_those_on_the_device_alone() -> None:
