@@ -75,6 +75,7 @@ def test_all_ranks_are_shown_and_a_dead_one_says_so(
     assert [word for word in (*seen, "no answer: PEER_UNREACHABLE") if word not in out] == []
 
 
+@pytest.mark.timeout(180)  # a process of its own, which a busy machine starts late
 def test_a_watched_table_is_shown_anew_until_it_is_ended(registry: str) -> None:
     with SyncClient(registry) as client:
         (engine,) = [engine for engine in client.list_engines(include_rows=True) if engine.name == "D"]
@@ -158,6 +159,10 @@ def test_top_in_a_terminal_filters_by_keys_and_ends_with_q(registry: str) -> Non
             os.write(terminal, b"X")
             shown_until(terminal, b"1 of 3 ranks")
             os.write(terminal, b"\r")
+            os.write(terminal, b"\r")
+            shown_until(terminal, b"sessions: 0")
+            os.write(terminal, b"\x1b")
+            shown_until(terminal, b"1 of 3 ranks")
             os.write(terminal, b"q")
             shown_until(terminal, b"\x1b[?1049l")  # the screen as it was
             assert top.wait(20) == 0

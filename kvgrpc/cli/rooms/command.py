@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 STATES = ("bootstrapping", "waiting_for_input", "transferring", "success", "failed")
 _LAST_MINUTE = ("#GB/s", "#p50", "#p99")
 _STAGES = ("#bootstrap", "#wait", "#transfer", "#GB/s")
+SESSION_COLUMNS = ("peer", "state", "address", "#rooms", "#to tell", "#idle", "#ended well", "#failed", *_LAST_MINUTE)
+ROOM_COLUMNS = ("#room", "#attempt", "state", "peer", "#pages done", "writes", "#held", "#age", *_STAGES, "failure")
 ROOM = click.IntRange(1, 2**63 - 1)
 ATTEMPT = click.option("--attempt", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 
@@ -34,16 +36,17 @@ ATTEMPT = click.option("--attempt", type=click.IntRange(0, 2**32 - 1), default=0
 @calls_a_rank
 def sessions(client: SyncClient, as_json: bool, fleet: bool, watch: bool) -> None:
     """List the sessions of a rank, its pairs with ranks of the other side, and what their last minute came to."""
-    columns = ("peer", "state", "address", "#rooms", "#to tell", "#idle", "#ended well", "#failed", *_LAST_MINUTE)
 
     def look() -> Callable[[], None]:
         if fleet:
-            return look_at_fleet(client, as_json, "Sessions", columns, lambda rank: rank.list_sessions(), session_row)
+            return look_at_fleet(
+                client, as_json, "Sessions", SESSION_COLUMNS, lambda rank: rank.list_sessions(), session_row
+            )
         found = client.list_sessions()
         if as_json:
             return partial(show_json, *found)
         rows = [session_row(session) for session in found]
-        return partial(show_table, f"Sessions of {client.address}", columns, rows, "none")
+        return partial(show_table, f"Sessions of {client.address}", SESSION_COLUMNS, rows, "none")
 
     show_again(watch, look)
 
@@ -71,15 +74,14 @@ def rooms(
             return await rank.list_slowest_rooms()
         return await rank.list_rooms(states=wanted, held_only=held)
 
-    columns = ("#room", "#attempt", "state", "peer", "#pages done", "writes", "#held", "#age", *_STAGES, "failure")
-
     def look() -> Callable[[], None]:
         if fleet:
-            return look_at_fleet(client, as_json, "Rooms", columns, listed, room_row)
+            return look_at_fleet(client, as_json, "Rooms", ROOM_COLUMNS, listed, room_row)
         found = client.list_slowest_rooms() if slowest else client.list_rooms(states=wanted, held_only=held)
         if as_json:
             return partial(show_json, *found)
-        return partial(show_table, f"Rooms of {client.address}", columns, [room_row(room) for room in found], "none")
+        rows = [room_row(room) for room in found]
+        return partial(show_table, f"Rooms of {client.address}", ROOM_COLUMNS, rows, "none")
 
     show_again(watch, look)
 

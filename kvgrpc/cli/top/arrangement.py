@@ -14,16 +14,21 @@ _LONGEST_FILTER = 64
 @dataclass(frozen=True, slots=True)
 class Arrangement:
     """By which column, largest first or not; ``wanted``: the text that a rank must have somewhere; ``typing``: keys
-    belong to that text."""
+    belong to that text; ``chosen``: the number of a rank among those that are shown, which may be fewer by now;
+    ``opened``: that one is looked at."""
 
     column: int = 0
     reverse: bool = False
     wanted: str = ""
     typing: bool = False
+    chosen: int = 0
+    opened: bool = False
 
 
 def pressed(order: Arrangement, key: str, columns: int) -> Arrangement:
     """What a key makes of it; one that means nothing changes nothing."""
+    if order.opened:
+        return replace(order, opened=False) if key == ESCAPE else order
     if key == ESCAPE:
         return replace(order, wanted="", typing=False)
     if order.typing:
@@ -33,6 +38,10 @@ def pressed(order: Arrangement, key: str, columns: int) -> Arrangement:
         return replace(order, wanted=text[:_LONGEST_FILTER])
     if key in ("<", ">"):
         return replace(order, column=(order.column + (1 if key == ">" else -1)) % columns)
+    if key in ("j", "k"):
+        return replace(order, chosen=max(0, order.chosen + (1 if key == "j" else -1)))
+    if key in (RETURN, "\n"):
+        return replace(order, opened=True)
     if key == "r":
         return replace(order, reverse=not order.reverse)
     return replace(order, typing=True) if key == "/" else order

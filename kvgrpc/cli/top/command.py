@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -11,7 +13,8 @@ import click
 from kvgrpc.cli.connection import Seconds, calls_a_registry
 from kvgrpc.cli.output import show_table, table_of
 from kvgrpc.cli.top.arrangement import Arrangement, arranged, pressed
-from kvgrpc.cli.top.looking import COLUMNS, cells, failures_by_reason, look_at_ranks
+from kvgrpc.cli.top.looking import COLUMNS, cells, columns_of, failures_by_reason, look_at_ranks
+from kvgrpc.cli.top.opened import rank_screen
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,14 +28,17 @@ if TYPE_CHECKING:
 @click.option("--once", is_flag=True, help="Look once; so does a pipe.")
 @calls_a_registry
 def top(client: SyncClient, every: float, once: bool) -> None:
-    """Watch all ranks of a registry: sessions, rooms, held pages, the last minute's hand-offs.
+    """Watch all ranks of a registry: leases, sessions, rooms, held pages, the last minute's hand-offs, cache tiers,
+    readers of events that lag, pulls. Columns in which no rank has a value are left out.
 
     Keys: < and > choose the column to sort by, r turns the order, / and some text keeps the ranks with that text, Esc
-    keeps all again, q ends.
+    keeps all again; j and k choose a rank, Return opens it, Esc closes it; q ends.
     """
     if once or not sys.stdout.isatty():
         lines = look_at_ranks(client)
-        show_table(f"Ranks at {client.address}", COLUMNS, (cells(line) for line in lines), "none is registered")
+        shown = columns_of(lines)
+        names, rows = [COLUMNS[number] for number in shown], [cells(line, shown) for line in lines]
+        show_table(f"Ranks at {client.address}", names, rows, "none is registered")
         if failed := failures_by_reason(lines):
             click.echo(failed)
         return
@@ -44,28 +50,43 @@ def _watch(client: SyncClient, every: float) -> None:
 
     from kvgrpc.cli.top.keys import Keyboard
 
-    order = Arrangement()
+    order, opened = Arrangement(), ""
     with Keyboard() as keys, Live(screen=True, auto_refresh=False) as live:
         while True:
             lines, next_look = look_at_ranks(client), time.monotonic() + every
             while True:
-                live.update(_screen(client.address, lines, order), refresh=True)
+                shown = arranged(lines, order, lambda line: line.values)
+                order = replace(order, chosen=min(order.chosen, max(0, len(shown) - 1)))
+                line = next((line for line in lines if order.opened and line.values[0] == opened), None)
+                order = replace(order, opened=line is not None)  # one that has left is closed
+                live.update(rank_screen(line) if line else _screen(client.address, lines, shown, order), refresh=True)
                 key = keys.pressed(next_look - time.monotonic())
                 if not key:
                     break
                 if key == "q" and not order.typing:
                     return
-                order = pressed(order, key, len(COLUMNS))
+                order = _next_order(order, key, columns_of(lines))
+                if order.opened and line is None and shown:
+                    opened = str(shown[order.chosen].values[0])
 
 
-def _screen(address: str, lines: list[RankLine], order: Arrangement) -> RenderableType:
+def _next_order(order: Arrangement, key: str, shown: Sequence[int]) -> Arrangement:
+    """A column that is not shown is passed over."""
+    order = pressed(order, key, len(COLUMNS))
+    while key in ("<", ">") and order.column not in shown and not order.typing:
+        order = pressed(order, key, len(COLUMNS))
+    return order
+
+
+def _screen(address: str, lines: list[RankLine], ranks: list[RankLine], order: Arrangement) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    shown = arranged(lines, order, lambda line: line.values)
-    marks = {order.column: " v" if order.reverse else " ^"}
-    columns = [name + marks.get(number, "") for number, name in enumerate(COLUMNS)]
-    head = f"{address}: {len(shown)} of {len(lines)} ranks. < > sort, r turn, / filter, q end"
+    marks, shown = {order.column: " v" if order.reverse else " ^"}, columns_of(lines)
+    columns = [COLUMNS[number] + marks.get(number, "") for number in shown]
+    head = f"{address}: {len(ranks)} of {len(lines)} ranks. < > sort, r turn, / filter, j k choose, Return open, q end"
     wanted = f"  filter: {order.wanted}{'_' if order.typing else ''}" if order.wanted or order.typing else ""
-    table = table_of(columns, (cells(line, short=True) for line in shown))
-    return Group(Text(head + wanted, style="dim"), table, Text(failures_by_reason(shown), style="red"))
+    table = table_of(columns, (cells(line, shown, short=True) for line in ranks))
+    if ranks:
+        table.rows[order.chosen].style = "reverse"
+    return Group(Text(head + wanted, style="dim"), table, Text(failures_by_reason(ranks), style="red"))
