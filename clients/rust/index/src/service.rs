@@ -121,7 +121,8 @@ impl IndexService for Index {
         }
         let is_asked = |source: &IndexSource| request.states.is_empty() || request.states.contains(&state_of(source));
         let mut sources: Vec<_> = all.into_iter().filter(|source| place(source) > after && is_asked(source)).collect();
-        let next_page_token = if sources.len() > size { page_token(SOURCES, &place(&sources[size - 1])) } else { String::new() };
+        let next_page_token =
+            if sources.len() > size { page_token(SOURCES, &place(&sources[size - 1])) } else { String::new() };
         sources.truncate(size);
         let mut not_followed = self.index.not_followed();
         not_followed.truncate(MAX_NOT_FOLLOWED);
