@@ -19,13 +19,22 @@ tests_of = $(if $($(2)),$(wildcard $($(2):%=tests/engines/test_$(1)%.py)),$(filt
 engine_pytest = $(if $(2),$(PYTEST) .venv-$(1)/bin/python -m pytest $(2),echo "no tests of $(1)")
 # What each part of the tests ends with.
 SLOWEST := --durations=10
+# Parts of `make test` behind lint, each a process of its own; what a part says is shown when it has ended, where several run.
+# JOBS=2 runs so many side by side, as most of their time is spent waiting. It is not what CI does: that integration's bounds
+# in time hold beside another part has to be shown first. Integration runs the client that the part of TypeScript has built.
+JOBS ?= 1
+PARTS := client-typescript contract integration others client-rust client-go
+side_by_side = $(if $(filter-out 1,$(1)),--jobs=$(1) --output-sync=target)
+# cargo, and what tests start, must not look for this make's own jobs.
+ALONE := env -u MAKEFLAGS -u MFLAGS -u MAKELEVEL
+NO_SLOW = $(if $(SLOW),,-m "not slow")
 # Proxies of the machine are no business of loopback traffic, and neither are a developer's own settings.
 PYTEST := env -u http_proxy -u https_proxy -u HTTP_PROXY -u HTTPS_PROXY
 
 # The whole request trace, where it is at hand; a sample is committed.
 test-all bench: export TEST_TRACE ?= $(wildcard ../shared/traces/conversation_trace.jsonl)
 
-.PHONY: help demo test test-all test-engines test-nixl soak mutants coverage test-clients clients native bench bench-engines docs release-check gen lint types style contract lock clean
+.PHONY: help demo test test-all test-engines test-nixl soak mutants coverage test-clients clients native bench bench-engines docs release-check gen lint types style contract lock clean integration others worlds
 
 help:  ## What there is.
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1 \t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -34,11 +43,18 @@ demo:  ## One real hand-off: prefill and decode in two processes, tokens compare
 	@.ci/setup main
 	@$(BIN)/kvgrpc demo $(ARGS)
 
-test: lint  ## What CI runs: lint, drift, clients but Java and C++, all quick tests, tests/contract on protobuf 6 and 7 (ARGS="tests/unit -k plan").
-	@$(if $(ARGS),,.ci/clients go rust typescript)
+test: lint  ## What CI runs: lint, drift, clients but Java and C++, all quick tests, tests/contract on protobuf 6 and 7 (JOBS=2; ARGS="tests/unit -k plan").
 	@.ci/setup etcd
-	@$(BIN)/python -m pytest -m "not slow" $(SLOWEST) $(or $(ARGS),--ignore=tests/contract)
-	@$(if $(ARGS),,$(MAKE) contract)
+	@$(if $(ARGS),$(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) $(ARGS),$(MAKE) $(call side_by_side,$(JOBS)) $(PARTS))
+
+client-%:
+	@$(ALONE) .ci/clients $*
+
+integration: client-typescript
+	@$(ALONE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) tests/integration
+
+others:
+	@$(ALONE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) --ignore=tests/contract --ignore=tests/integration
 
 test-all: lint test-clients  ## The same with the long tests.
 	@$(BIN)/python -m pytest $(SLOWEST) $(or $(ARGS),--ignore=tests/contract)
@@ -80,11 +96,15 @@ coverage:  ## Which lines and branches of the library the quick tests of one pro
 	@$(BIN)/python -m coverage report
 
 contract:  ## tests/contract without torch and Mooncake: on the floors of pyproject.toml (protobuf 6), and on protobuf 7.
-	@for world in protobuf6 protobuf7; do \
-	  .ci/setup $$world; \
-	  echo "contract tests on" $$(.venv-$$world/bin/python -c "import grpc, google.protobuf as p; print('protobuf', p.__version__, 'grpcio', grpc.__version__)"); \
-	  .venv-$$world/bin/python -m pytest tests/contract -q $(SLOWEST) $(if $(SLOW),,-m "not slow"); \
-	done
+	@$(MAKE) $(call side_by_side,$(if $(SLOW),1,2)) contract-protobuf6 contract-protobuf7
+
+worlds:
+	@.ci/setup protobuf6
+	@.ci/setup protobuf7
+
+contract-%: worlds
+	@echo "contract tests on" $$(.venv-$*/bin/python -c "import grpc, google.protobuf as p; print('protobuf', p.__version__, 'grpcio', grpc.__version__)")
+	@$(ALONE) .venv-$*/bin/python -m pytest tests/contract -q $(SLOWEST) $(NO_SLOW)
 
 native:  ## kvgrpc-index, the index in Rust, into .venv/bin, where there is cargo.
 	@.ci/setup main
