@@ -117,7 +117,7 @@ def _fill(desk: Desk, pages: int) -> None:
 
 
 def _until_known(desk: Desk) -> None:
-    holders, end = desk.items[RANK].rank._cache_peer._holders, time.monotonic() + 20.0
+    holders, end = desk.items[RANK].rank._parts.cache_peer._holders, time.monotonic() + 20.0
     while not holders.candidates():
         assert time.monotonic() < end, "the taker does not know the holder"
         time.sleep(0.01)  # until the registry's word has come

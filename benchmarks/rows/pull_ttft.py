@@ -151,7 +151,7 @@ def _hashes(tokens: int) -> tuple[str, ...]:
 
 
 def _until_known(desk: Desk) -> None:
-    holders, end = desk.items[RANK]._cache_peer._holders, time.monotonic() + 20.0
+    holders, end = desk.items[RANK]._parts.cache_peer._holders, time.monotonic() + 20.0
     while not holders.candidates():
         assert time.monotonic() < end, "the taker does not know the holder"
         time.sleep(0.01)  # until the registry's word has come

@@ -83,7 +83,7 @@ AWAITED_BY_WHO_STARTS_THEM = {
     "rpc/loop.py": "the supervisor itself",
     "rpc/server.py": "the library awaits it when the server stops",
     "rpc/within.py": "what is waited for",
-    "server/app.py": "the closing of a rank, shielded: all who close it await it",
+    "server/rank_end.py": "the closing of a rank, shielded: all who close it await it",
     "transfer/runtime/room_locator.py": "questions of one search, cancelled with it",
 }
 # Each thread's own code survives what it is given, and shows in a health state; or it does one thing and ends.

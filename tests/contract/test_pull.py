@@ -70,7 +70,7 @@ def fleet(registry: str, tmp_path: Path) -> Iterator[Fleet]:
 
 
 def peer_of(rank: CacheRank) -> Any:
-    return rank.rank._cache_peer
+    return rank.rank._parts.cache_peer
 
 
 def pulled(rank: CacheRank, hashes: list[str]) -> Any:
@@ -159,7 +159,7 @@ def test_pages_that_are_evicted_between_question_and_answer_are_a_partial_prefet
     holder, taker = fleet.pair()
     hashes = hashes_of(prompt(8))
     holder.fill(hashes)
-    backend: Any = taker.rank._peers
+    backend: Any = taker.rank._parts.peers
     keys, real, count = backend._connected
 
     def count_then_evict(hashes: Any, timeout: float, without: Any, only: Any = None) -> Any:

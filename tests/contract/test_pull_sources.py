@@ -92,7 +92,7 @@ def test_questions_that_end_with_one_page_and_begin_with_different_ones_get_thei
     exported = ExportedPages(16, SHAPE.page_bytes)
     exported.offer(hashes, [holder.manager.host.page_buffers(page) for page in range(12)])
     peer_of(holder)._lender._cache = exported
-    backend, keys = taker.rank._peers, taker.manager.keys
+    backend, keys = taker.rank._parts.peers, taker.manager.keys
     assert backend is not None
     for first in (0, 5, 0, 7):
         wanted = hashes[first:]

@@ -145,13 +145,13 @@ def test_a_handler_closes_the_rank_in_the_middle_of_a_publish(on_signal: OnSigna
 def test_a_handler_that_closes_during_a_close_gets_its_end(
     rank: Rank[Any], on_signal: OnSignal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started, drain, drains = time.monotonic(), rank._drain, []
+    started, drain, drains = time.monotonic(), rank._end.drain, []
 
     def counted(*seconds: float) -> Any:
         drains.append(seconds)
         return drain(*seconds)
 
-    monkeypatch.setattr(rank, "_drain", counted)
+    monkeypatch.setattr(rank._end, "drain", counted)
     before = signal.signal(signal.SIGALRM, on_signal)
     try:
         sender = KVSender(rank.transfer, "", 1)  # an open room: the close waits for it

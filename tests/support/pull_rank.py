@@ -95,7 +95,7 @@ class Orders:
 
     @property
     def _peer(self) -> Any:
-        return self._rank.rank._cache_peer
+        return self._rank.rank._parts.cache_peer
 
 
 def main() -> None:

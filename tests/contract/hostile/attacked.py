@@ -84,7 +84,7 @@ class AttackedHost(RankHost):
 
     def identity(self) -> str:
         peer: Any = self._cache.rank
-        return json_format.MessageToJson(wire.identity_to_pb(peer._cache_peer._keys.identity))
+        return json_format.MessageToJson(wire.identity_to_pb(peer._parts.cache_peer._keys.identity))
 
     def longest_turns(self) -> list[tuple[float, str]]:
         """Since the last call, the longest first: seconds of CPU time and of what."""

@@ -159,7 +159,7 @@ def test_one_connection_leaves_places_to_others_of_its_host_and_token(shared_tok
 def test_rows_and_engines_of_one_caller_leave_as_many_to_others(
     shared_token: RankHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = cast(Any, shared_token.rank)._registry.store.registry
+    known = cast(Any, shared_token.rank)._parts.registry.store.registry
     monkeypatch.setattr(known._owners._rows, "_limit", 64)
     with grpc.insecure_channel(shared_token.rank.address) as channel:
 

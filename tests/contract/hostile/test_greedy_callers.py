@@ -71,7 +71,7 @@ class Caller:
     def __init__(self, host: RankHost, token: str, name: str) -> None:
         self._channel: Any = grpc.insecure_channel(host.rank.address, options=(("grpc.use_local_subchannel_pool", 1),))
         self._metadata = (("authorization", bearer(token, host.rank.address)),)
-        self._counts = cast(Any, host.rank)._listener._admission._of_callers
+        self._counts = cast(Any, host.rank)._parts.listener._admission._of_callers
         self._name = name
         self._open: list[tuple[Any, queue.SimpleQueue[bytes | None]]] = []
 
@@ -159,7 +159,7 @@ def test_sessions_of_one_caller_leave_as_many_streams_to_others(
 ) -> None:
     """A session ends the older one of its pair, and whoever invents ranks has as many pairs as it likes."""
     path = "/kvgrpc.v1.TransferService/Session"
-    shares = cast(Any, asked.rank)._listener._admission._shares
+    shares = cast(Any, asked.rank)._parts.listener._admission._shares
     wait_until(lambda: not shares.of_caller("rank a-*") + shares.of_caller("rank b-*"))
     monkeypatch.setattr(shares, "_limit", 20)
     with contextlib.ExitStack() as stack:

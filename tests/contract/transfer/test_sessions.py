@@ -551,7 +551,7 @@ class TestRooms:
         try:
             plane: Any = host.rank.plane
             plane.fault = lambda number, _: Fault(Outcome.FAILED_UNKNOWN)
-            host.rank._owns_plane = True  # as where the rank opened it: closing the rank closes the plane
+            host.rank._parts.owns_plane = True  # as where the rank opened it: closing the rank closes the plane
             client, room = dial(host).open(), next(ROOMS)
             client.write(room, [1])
             host.send(room, [1])
