@@ -117,6 +117,23 @@ def test_sliding_windows_in_a_pool_of_their_own_are_served(settings: dict[str, d
 
 
 @pytest.mark.parametrize(
+    ("states", "names"),
+    [
+        ((StateType.MAMBA,), "mamba"),
+        ((StateType.DSA, StateType.DSA, StateType.DSA_TAIL), "DSA_TAIL, dsa"),
+        ((StateType.MAMBA, StateType.SWA), "mamba,swa"),
+    ],
+)
+def test_states_that_were_never_handed_over_are_served_to_who_asks_for_them(
+    settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, states: tuple[StateType, ...], names: str
+) -> None:
+    monkeypatch.setenv(limits.UNTRIED, names)
+    limits.check_supported(kv_args(*states))
+    with pytest.raises(FeatureDisabled, match=f"set {limits.UNTRIED}=qsa_pending on both sides"):
+        limits.check_supported(kv_args(*states, StateType.QSA_PENDING))
+
+
+@pytest.mark.parametrize(
     ("states", "layout"),
     [
         *(((state,), None) for state in StateType),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_parallel, get_serving
 
 from kvgrpc.engines.sglang.plugin import BACKEND
+from kvgrpc.engines.sglang.rank import is_plain_window, kind_of
 from kvgrpc.errors import FeatureDisabled
+
+# Kinds of state to hand over although nobody has seen it work: "mamba,dsa".
+UNTRIED = "KVGRPC_UNTRIED"
 
 
 def check_supported(kv_args: Any) -> None:
@@ -17,12 +21,13 @@ def check_supported(kv_args: Any) -> None:
     parallel, disagg = get_parallel(), get_disagg()
     serving = get_serving()
     states = list(getattr(kv_args, "state_types", ()))
+    untried = sorted(_untried(kv_args) - _asked_for())
     refused = (
         (
-            bool(states) and not _is_plain_window(kv_args),
+            bool(untried),
             f"state besides the KV cache ({', '.join(state.value for state in states)})",
-            "of such pools the adapter hands over that of sliding windows alone, in pages of tokens and heads",
-            "use another transfer backend",
+            "of such pools that of sliding windows alone, in pages of tokens and heads, was ever run",
+            f"set {UNTRIED}={','.join(untried)} on both sides, or use another transfer backend",
         ),
         (
             bool(states) and has(get_memory(), "enable_unified_memory"),
@@ -114,10 +119,14 @@ def is_set(variable: str) -> bool:
     return known is not None and bool(known.get())
 
 
-def _is_plain_window(kv_args: Any) -> bool:
-    """An SGLang that does not say how it lays out the pages of a window (0.5.21) may have no heads in them."""
-    layout = getattr(kv_args, "swa_kv_cache_layout", None)
-    return list(kv_args.state_types) == [StateType.SWA] and bool(layout == "nhd")
+def _untried(kv_args: Any) -> set[str]:
+    """Kinds of state that nobody has seen handed over, by SGLang's words."""
+    states = enumerate(getattr(kv_args, "state_types", ()))
+    return {kind_of(state) for place, state in states if not is_plain_window(kv_args, place)}
+
+
+def _asked_for() -> set[str]:
+    return {name.strip().lower() for name in os.environ.get(UNTRIED, "").split(",")}
 
 
 def page_layout() -> str:

@@ -17,7 +17,7 @@ from kvgrpc.engines.addresses import bracketed, loopback_for
 from kvgrpc.engines.identity import MODEL_NAME, identity
 from kvgrpc.engines.sglang.held import RoomsAwaitingRelease
 from kvgrpc.engines.sglang.limits import check_supported, is_set, page_layout
-from kvgrpc.engines.sglang.rank import SLIDING_WINDOW, SchedulerProcess, external_registry, rank_config
+from kvgrpc.engines.sglang.rank import SchedulerProcess, external_registry, pages_of_pools, rank_config, state_names
 from kvgrpc.model import Layout, Role
 from kvgrpc.server import open_rank
 
@@ -43,7 +43,7 @@ class KvGrpcManager(BaseKVManager):
         self.prefill_info_table = EveryPrefill()
         self.external_registry = external_registry()
         self.page_bytes = sum(args.kv_item_lens)
-        self._has_window = bool(args.state_types)
+        self._state_names = state_names(args)
         self._held = RoomsAwaitingRelease()
         # Of the room whose sender or receiver SGLang is about to make; see samples.py.
         self.attempt = 0
@@ -58,13 +58,8 @@ class KvGrpcManager(BaseKVManager):
         """The rank registers itself, and again whenever its registry was restarted."""
 
     def pages_of_pools(self, kv: Any, states: Sequence[Any] | None) -> Any:
-        """Page numbers as our ends take them: a list for the only pool, or one for each pool by its name.
-
-        ``states``: SGLang's, one of each pool besides the KV cache; None with all pages of a prompt but the last.
-        """
-        if not self._has_window:
-            return kv
-        return {"kv": kv, SLIDING_WINDOW: states[0]} if states else {"kv": kv}
+        """As our ends take them. ``states``: of the pools besides the KV cache; None before the last chunk."""
+        return pages_of_pools(self._state_names, kv, states)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Always known; see EveryPrefill."""

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.engines.addresses import bracketed, engine_name, is_wildcard
 from kvgrpc.engines.sglang.deadlines import deadlines
@@ -90,18 +92,52 @@ def _host(address: str) -> tuple[str, ...]:
 
 
 def pools(kv_args: Any, place: SchedulerProcess) -> tuple[Pool, ...]:
-    """The KV cache, and that of layers with a sliding window where SGLang keeps it apart, in pages of other numbers."""
+    """The KV cache, and what SGLang keeps beside it, each in pages of other numbers: that of layers with a sliding
+    window, and states of other kinds as SGLang describes them.
+    """
     kv = Entries(kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens)
     names = regions_of(len(kv.items), getattr(kv_args, "num_draft_entries", 0), place.kv_heads)
     layout = getattr(kv_args, "kv_layout", None) or place.page_layout
     found = [_pool("kv", kv, names, layout, place.kv_heads, kv_args, place)]
-    for state in range(len(getattr(kv_args, "state_types", ()))):  # limits.py lets windows alone through
-        swa = Entries(*(getattr(kv_args, f"state_{what}")[state] for what in ("data_ptrs", "data_lens", "item_lens")))
-        # Heads of another number or size than the model's others: then only equal sizes fit.
-        heads = place.kv_heads if set(swa.items) == set(kv.items) else 0
-        names = regions_of(len(swa.items), 0, place.kv_heads)
-        found.append(_pool(SLIDING_WINDOW, swa, names, kv_args.swa_kv_cache_layout, heads, kv_args, place))
+    for state, name in enumerate(state_names(kv_args)):
+        own = Entries(*(getattr(kv_args, f"state_{what}")[state] for what in ("data_ptrs", "data_lens", "item_lens")))
+        if is_plain_window(kv_args, state):
+            # Heads of another number or size than the model's others: then only equal sizes fit.
+            heads = place.kv_heads if set(own.items) == set(kv.items) else 0
+            names = regions_of(len(own.items), 0, place.kv_heads)
+            found.append(_pool(name, own, names, kv_args.swa_kv_cache_layout, heads, kv_args, place))
+        else:
+            found.append(_states(name, own, kv_args, place))
     return tuple(found)
+
+
+def state_names(kv_args: Any) -> tuple[str, ...]:
+    """The names of SGLang's pools besides the KV cache, in its order, which both sides share; a kind may come twice."""
+    kinds = [kind_of(state) for state in getattr(kv_args, "state_types", ())]
+    return tuple(kind if kind not in kinds[:at] else f"{kind}-{at}" for at, kind in enumerate(kinds))
+
+
+def kind_of(state: object) -> str:
+    """SGLang's word for a kind of state."""
+    return str(getattr(state, "value", state))
+
+
+def is_plain_window(kv_args: Any, state: int) -> bool:
+    """Pages of tokens, then heads. A version that does not say how it lays out windows (0.5.21) may have no heads."""
+    layout = getattr(kv_args, "swa_kv_cache_layout", None)
+    return kind_of(kv_args.state_types[state]) == SLIDING_WINDOW and bool(layout == "nhd")
+
+
+def pages_of_pools(names: Sequence[str], kv: Any, states: Sequence[Any] | None) -> Any:
+    """Page numbers as our ends take them: a list for the only pool, or one for each pool by its name.
+
+    ``states``: SGLang's, one of each pool besides the KV cache, None where a request has nothing there; None with all
+    pages of a prompt but the last. Some are one number in a list, some one in a list in a list.
+    """
+    if not names:
+        return kv
+    given = zip(names, states or (), strict=False)
+    return {"kv": kv, **{name: np.asarray(() if own is None else own, np.int32).reshape(-1) for name, own in given}}
 
 
 class Entries(NamedTuple):
@@ -137,8 +173,28 @@ def _pool(
         heads_total=total,
         head_start=place.tp * total // tp,
         head_count=max(total // tp, 1) if total else 0,
-        location=f"cuda:{kv_args.gpu_id}" if place.device == "cuda" else "cpu:0",
+        location=_location(kv_args, place),
     )
+
+
+def _states(name: str, entries: Entries, kv_args: Any, place: SchedulerProcess) -> Pool:
+    """One region an entry that has memory. SGLang alone knows what an item is: a request's state, its row in a ring, or
+    what is kept of a page of tokens.
+    """
+    held = [(entry, *about) for entry, about in enumerate(zip(*entries, strict=True)) if about[1]]
+    return Pool(
+        name=name,
+        kind=PoolKind.STATE,
+        page_tokens=0,
+        pages=min(length // item for _, _, length, item in held),
+        dtype=place.model.cache_dtype or kv_args.kv_cache_dtype_str,
+        regions=tuple(Region(entry, "state", address, item, item) for entry, address, _, item in held),
+        location=_location(kv_args, place),
+    )
+
+
+def _location(kv_args: Any, place: SchedulerProcess) -> str:
+    return f"cuda:{kv_args.gpu_id}" if place.device == "cuda" else "cpu:0"
 
 
 def regions_of(entries: int, drafts: int, heads: int) -> list[tuple[int, str]]:

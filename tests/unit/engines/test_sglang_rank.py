@@ -5,12 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvgrpc.engines.addresses import engine_name, registry_of
-from kvgrpc.engines.sglang.rank import SchedulerProcess, rank_config, regions_of
+from kvgrpc.engines.sglang.rank import SchedulerProcess, pages_of_pools, rank_config, regions_of, state_names
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.model import Attention, Layout, ModelIdentity, Role
+from kvgrpc.model import Attention, Layout, ModelIdentity, PoolKind, Role
 from kvgrpc.server import AuxBuffer
 
 LAYERS, PAGES, PAGE_BYTES = 2, 10, 4096
@@ -106,6 +107,36 @@ def test_layers_with_a_sliding_window_are_a_pool_of_their_own(item_bytes: int, h
         (0, "v", 0x600000, item_bytes),
     ]
     assert (windows.heads_total, windows.head_start, windows.head_count) == heads
+
+
+def test_states_are_pools_by_sglangs_names_of_the_entries_that_have_memory() -> None:
+    state = {
+        "state_types": ["mamba", "swa", "mamba"],
+        "state_data_ptrs": [[0x500000, 0x600000], [0x700000], [0, 0x800000]],
+        "state_data_lens": [[5 * 64, 7 * 128], [640], [0, 96]],
+        "state_item_lens": [[64, 128], [64], [32, 32]],
+    }
+    kv, first, windows, second = rank_config(kv_args(**state), place(kv_heads=8)).pools
+    assert [pool.name for pool in (kv, first, windows, second)] == ["kv", "mamba", "swa", "mamba-2"]
+    assert [pool.kind for pool in (kv, first, windows, second)] == [PoolKind.KV] + [PoolKind.STATE] * 3
+    assert (first.pages, first.page_tokens, first.heads_total, second.pages) == (5, 0, 0, 3)
+    assert [region[:3] for region in first.regions] == [(0, "state", 0x500000), (1, "state", 0x600000)]
+    assert [region.page_bytes for region in first.regions] == [64, 128]
+    assert [region.layer for region in second.regions] == [1], "an entry without memory keeps its place"
+
+
+def test_pages_of_each_pool_are_given_by_its_name_with_the_last_chunk() -> None:
+    names = state_names(kv_args(state_types=["mamba", "dsa", "request_row"]))
+    assert pages_of_pools((), [1, 2], None) == [1, 2]
+    assert pages_of_pools(names, [1, 2], None) == {"kv": [1, 2]}
+    pages = pages_of_pools(names, [1, 2], [[np.array(7)], np.array([3, 4]), None])
+    assert {name: list(own) for name, own in pages.items()} == {
+        "kv": [1, 2],
+        "mamba": [7],
+        "dsa": [3, 4],
+        "request_row": [],
+    }
+    assert list(pages_of_pools(names, [], [[np.array([7])], (), ()])["mamba"]) == [7]
 
 
 def test_the_model_is_told_to_the_other_side() -> None:
