@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import (
@@ -24,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     RSWASpec,
     SlidingWindowSpec,
 )
@@ -40,12 +42,14 @@ from kvgrpc.engines.vllm.reached import reached
 from kvgrpc.engines.vllm.scheduler import DECODE, UNUSED, Scheduler
 from kvgrpc.engines.vllm.stats import TransferStats
 from kvgrpc.errors import AddressNotAllowed, FeatureDisabled, InvalidRequest
-from kvgrpc.model import Attention, ModelIdentity, Role
+from kvgrpc.model import Attention, ModelIdentity, PoolKind, Role
 
 BLOCK = 16
 ONE_GROUP = (Group(0, "kv", BLOCK, False),)
 # As vLLM numbers them: one of windows, whose blocks are twice as large, before the other.
 TWO_GROUPS = (Group(1, "kv", BLOCK, False), Group(0, "swa-1", 2 * BLOCK, True))
+# States: vLLM has a block for each BLOCK tokens, of which those that are not the last are none.
+WITH_STATES = (Group(0, "kv", BLOCK, False), Group(1, "state-1", BLOCK, False, True))
 AT_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "x"}
 AT_DECODE: dict[str, Any] = {
     "do_remote_decode": False,
@@ -97,6 +101,51 @@ def test_with_windows_a_prompt_that_decode_holds_but_for_its_last_token_needs_no
     scheduler.on_blocks(wanted, blocks_of_groups([0, 21], [11, 12, 13]), elsewhere=0)
     receive = scheduler.take().receives["r"]
     assert (receive.pages, receive.first_page) == ({}, 2)
+
+
+def test_with_states_decode_takes_the_one_behind_all_tokens_but_the_last() -> None:
+    scheduler, wanted = Scheduler(False, WITH_STATES), request(AT_DECODE, tokens=3 * BLOCK + 1)
+    assert scheduler.tokens_elsewhere(wanted, computed=BLOCK) == 2 * BLOCK
+    given = blocks_of_groups([11, 12, 13], [31, 0, 32])  # 31: the state that it holds already
+    scheduler.on_blocks(wanted, given, elsewhere=2 * BLOCK)
+    receive = scheduler.take().receives["r"]
+    assert (receive.pages, receive.first_page) == ({"kv": (12, 13), "state-1": (32,)}, 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "own", "pages"),
+    [
+        (1, ([11], [31]), {"kv": (), "state-1": ()}),
+        (2, ([11], [31]), {"kv": (11,), "state-1": (31,)}),
+        (BLOCK + 1, ([11], [31]), {"kv": (11,), "state-1": (31,)}),
+        (BLOCK + 2, ([11, 12], [31, 32]), {"kv": (11, 12), "state-1": (32,)}),
+        (3 * BLOCK, ([11, 12, 13, 14], [0, 0, 33, 34]), {"kv": (11, 12, 13), "state-1": (33,)}),  # 34: speculation
+    ],
+)
+def test_with_states_prefill_stops_before_the_last_token(tokens: int, own: Any, pages: Any) -> None:
+    scheduler, asked = Scheduler(True, WITH_STATES), request(AT_PREFILL, tokens)
+    scheduler.on_new(asked)
+    assert asked.num_prompt_tokens == max(tokens - 1, 1)
+    asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert scheduler.on_finished(asked, own)[0]
+    assert scheduler.take().computed["r"].pages == pages
+
+
+def test_a_state_of_one_block_a_request_is_that_block_whatever_the_length() -> None:
+    """Without vLLM's prefix cache: its block size is the longest prompt's."""
+    (state,) = (replace(group, block_tokens=512) for group in WITH_STATES if group.has_state)
+    assert [state.blocks_of(([11], [31]), 0, stop) for stop in (0, 1, 40, 512)] == [(), (31,), (31,), (31,)]
+
+
+def test_a_state_that_has_gone_past_the_last_token_but_one_is_given_to_nobody() -> None:
+    """The tokens of a prompt of embeddings are not known, so prefill cannot leave the last one away."""
+    scheduler, asked = Scheduler(True, WITH_STATES), request(AT_PREFILL, 40)
+    asked.prompt_embeds = torch.zeros(1)
+    scheduler.on_new(asked)
+    scheduler.on_blocks(asked, blocks_of_groups([11, 12, 13], [0, 0, 31]), 0)
+    asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert not scheduler.on_finished(asked, ([11, 12, 13], [0, 0, 31]))[0]
+    assert scheduler.take().dropped == {"r": "x"}
 
 
 def test_decode_asks_once_and_computes_its_prompt_itself_when_it_was_preempted() -> None:
@@ -370,6 +419,12 @@ def attention(kind: Any = FullAttentionSpec, heads: int = 4, **more: Any) -> Any
 WINDOW = attention(SlidingWindowSpec, sliding_window=64)
 
 
+def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
+    """Of 96 and 128 bytes."""
+    shapes, dtypes = ((3, 16), (2, 4, 4)), (torch.bfloat16, torch.float32)
+    return MambaSpec(block_size=BLOCK, shapes=shapes, dtypes=dtypes, mamba_type=MambaAttentionBackendEnum[kind], **more)
+
+
 @pytest.mark.parametrize(
     ("config", "caches", "what"),
     [
@@ -378,9 +433,11 @@ WINDOW = attention(SlidingWindowSpec, sliding_window=64)
         (
             engine(),
             cache_config(attention(), attention(ChunkedLocalAttentionSpec, attention_chunk_size=64)),
-            r"neither of full attention nor of a sliding window \(ChunkedLocalAttentionSpec\)",
+            "layers of the kind ChunkedLocalAttentionSpec.*were never run",
         ),
-        (engine(), cache_config(attention(RSWASpec, rswa_window=64)), "RSWASpec"),
+        (engine(), cache_config(attention(RSWASpec, rswa_window=64)), r"nor a state \(RSWASpec\)"),
+        (engine(), cache_config(state()), "all of whose layers keep a state"),
+        (engine(), cache_config(attention(), state("MAMBA1"), state()), r"kind GDN_ATTN, MAMBA1.*\"GDN_ATTN,MAMBA1\""),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(config: Any, caches: Any, what: str) -> None:
@@ -404,6 +461,41 @@ def test_each_group_of_layers_is_a_pool_and_those_that_see_all_tokens_come_first
     for group, pool in zip(found, pools_of(layers, engine(), caches, 0), strict=True):
         assert (pool.name, len(pool.regions), pool.head_count) == (group.pool, 1, 4)
         assert pool.regions[0].address == layers["lmno"[group.index]].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "extra"),
+    [
+        (("GDN_ATTN",), {"untried": " gdn_attn"}),
+        (("MAMBA1",), {"untried": "mamba1"}),
+        (("MAMBA1", "LINEAR"), {"untried": ["LINEAR", "MAMBA1"]}),
+    ],
+)
+def test_kinds_of_layers_that_were_never_run_are_served_to_who_asks_for_them(kinds: Any, extra: Any) -> None:
+    config = engine(extra=extra)
+    check_supported(config, cache_config(*map(state, kinds), attention()))
+    WorkerProcess(config, 0, {})  # which refuses keys that it does not know
+
+
+def test_layers_that_see_the_chunk_of_the_next_token_are_a_pool_as_those_of_a_window_are() -> None:
+    caches = cache_config(attention(ChunkedLocalAttentionSpec, attention_chunk_size=2 * BLOCK), attention())
+    check_supported(engine(extra={"untried": "ChunkedLocalAttentionSpec"}), caches)
+    _, chunks = groups_of(caches)
+    assert (chunks.pool, chunks.moves_on) == ("swa-1", True)
+    assert chunks.blocks_of(([0, 0, 23], []), 0, 2 * BLOCK + 3) == (23,)
+    assert chunks.blocks_of(([0, 0], []), 0, 2 * BLOCK) == ()  # the next token begins a chunk
+
+
+def test_states_are_a_pool_of_their_own_behind_the_others_without_what_fills_their_blocks() -> None:
+    caches = cache_config(state(page_size_padded=4096), WINDOW, attention())
+    layers = {name: torch.zeros(8, 4, BLOCK, 16) for name in "mn"}
+    raw = torch.zeros(8 * 4096, dtype=torch.int8)
+    layers["l"] = raw.as_strided((8, 1, 1, 224), (4096, 224, 224, 1))
+    kv, window, states = pools_of(layers, engine(), caches, 0)
+    assert [pool.name for pool in (kv, window, states)] == ["kv", "swa-1", "state-2"]
+    assert (states.kind, states.page_tokens, states.pages, states.heads_total) == (PoolKind.STATE, 0, 8, 0)
+    assert states.dtype == "bfloat16,float32" and states.axes in ("convolution:SD", "convolution:DS")
+    assert [region[2:] for region in states.regions] == [(raw.data_ptr(), 4096, 224)]
 
 
 def test_layers_with_heads_of_another_number_are_for_equal_parallel_sizes_only() -> None:

@@ -8,9 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    RSWASpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 KV = "kv"
+# Kinds of states of which a hand-off with tokens equal was seen: none yet. Others are for who asks for them by name.
+_TRIED: frozenset[str] = frozenset()
+_WINDOWS = (SlidingWindowSpec, SlidingWindowMLASpec, ChunkedLocalAttentionSpec)
 # Where a request has no block, because none of its next tokens will look there: vLLM's null block.
 _NONE = 0
 
@@ -18,51 +29,80 @@ _NONE = 0
 @dataclass(frozen=True, slots=True)
 class Group:
     """``index``: its place among vLLM's groups. ``pool``: what we call its pool. ``has_window``: its layers see the
-    last tokens alone, and vLLM gives blocks that no token will see any more to others.
+    last tokens alone, and vLLM gives blocks that no token will see any more to others. ``has_state``: they keep
+    no tokens but one state, which each token changes: the block of a request's last tokens is that state.
     """
 
     index: int
     pool: str
     block_tokens: int
     has_window: bool
+    has_state: bool = False
+
+    @property
+    def moves_on(self) -> bool:
+        """True if what its blocks hold is good for the next token alone, and not for those before it."""
+        return self.has_window or self.has_state
 
     def pages(self, tokens: int) -> int:
         """Returns how many blocks so many tokens have, those without one counted."""
         return -(-tokens // self.block_tokens)
 
     def blocks_of(self, blocks: Sequence[Sequence[int]], first: int, stop: int) -> tuple[int, ...]:
-        """Blocks of a request, given for each of vLLM's groups, that hold its tokens [first, stop)."""
-        own = blocks[self.index][first // self.block_tokens : self.pages(stop)]
+        """Blocks of a request, given for each of vLLM's groups, that hold its tokens [first, stop), or its state behind
+        the last of them.
+        """
+        begin = max(self.pages(stop) - 1, 0) if self.has_state else first // self.block_tokens
+        own = blocks[self.index][begin : self.pages(stop)]
         return tuple(block for block in own if block != _NONE)
 
 
 def groups_of(kv_cache_config: Any) -> tuple[Group, ...]:
-    """In the order of the pools: layers that see all tokens come first, since positions are those of the first pool.
+    """In the order of the pools: layers that see all tokens come first, since positions are those of the first pool;
+    states come last.
 
     Their names are the same on both sides, whose models are.
     """
     groups = list(enumerate(kv_cache_config.kv_cache_groups))
-    groups.sort(key=lambda numbered: has_window(numbered[1].kv_cache_spec))
+    groups.sort(key=lambda numbered: (has_state(numbered[1].kv_cache_spec), has_window(numbered[1].kv_cache_spec)))
     return tuple(
-        Group(index, _name(place, group.kv_cache_spec), group.kv_cache_spec.block_size, has_window(group.kv_cache_spec))
-        for place, (index, group) in enumerate(groups)
+        Group(index, _name(place, spec), spec.block_size, has_window(spec), has_state(spec))
+        for place, (index, spec) in enumerate((index, group.kv_cache_spec) for index, group in groups)
     )
 
 
 def is_served(spec: Any) -> bool:
-    """True if a request's state in layers of that kind is its blocks, and those are for all tokens or for a window."""
+    """True if its blocks are all that layers of that kind keep of a request: all tokens, a window, or a state."""
     specs = specs_of(spec)
     full = all(isinstance(each, FullAttentionSpec) and not isinstance(each, RSWASpec) for each in specs)
-    return full or all(type(each) is SlidingWindowSpec for each in specs)
+    window = all(type(each) in _WINDOWS and not getattr(each, "prefix_replay_tokens", 0) for each in specs)
+    return full or window or all(type(each) is MambaSpec for each in specs)
 
 
 def has_window(spec: Any) -> bool:
-    return any(isinstance(each, SlidingWindowSpec) for each in specs_of(spec))
+    """True for layers that see the last tokens alone: so many, or those of the chunk that the next one is in."""
+    return any(isinstance(each, _WINDOWS) for each in specs_of(spec))
+
+
+def has_state(spec: Any) -> bool:
+    return any(isinstance(each, MambaSpec) for each in specs_of(spec))
+
+
+def untried_kinds(kv_cache_config: Any) -> set[str]:
+    """By vLLM's own names: MAMBA2, SHORT_CONV, ... of states, ChunkedLocalAttentionSpec, ... of windows."""
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group.kv_cache_spec)]
+    states = {str(getattr(each.mamba_type, "name", each.mamba_type)) for each in specs if isinstance(each, MambaSpec)}
+    windows = {type(each).__name__ for each in specs if isinstance(each, _WINDOWS[1:])}
+    return (states | windows) - _TRIED
 
 
 def specs_of(spec: Any) -> Sequence[Any]:
     """vLLM's description of each layer of a group, or the one that all its layers have."""
     return tuple(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+
+
+def spec_of_layer(spec: Any, layer: str) -> Any:
+    return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def count_of(pages: Mapping[str, Sequence[int]]) -> int:
@@ -71,4 +111,5 @@ def count_of(pages: Mapping[str, Sequence[int]]) -> int:
 
 
 def _name(place: int, spec: Any) -> str:
-    return KV if place == 0 else f"{'swa' if has_window(spec) else KV}-{place}"
+    kind = "state" if has_state(spec) else "swa" if has_window(spec) else KV
+    return KV if place == 0 else f"{kind}-{place}"

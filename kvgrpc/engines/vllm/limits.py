@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from kvgrpc.engines.vllm.groups import is_served
+from kvgrpc.engines.vllm.groups import has_state, is_served, untried_kinds
 from kvgrpc.errors import FeatureDisabled
+
+# Kinds of layers to hand over although nobody has seen it work, "MAMBA1,LINEAR": the key of kv_connector_extra_config,
+# and the variable.
+UNTRIED, _VARIABLE = "untried", "KVGRPC_UNTRIED"
 
 
 def check_supported(config: Any, kv_cache_config: Any) -> None:
@@ -13,6 +18,7 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
     parallel = config.parallel_config
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     kinds = [type(spec).__name__ for spec in specs if not is_served(spec)]
+    untried = sorted(kind for kind in untried_kinds(kv_cache_config) if kind.lower() not in _asked_for(config))
     refused = (
         (
             parallel.pipeline_parallel_size > 1,
@@ -40,9 +46,21 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
         ),
         (
             bool(kinds),
-            f"models with layers that are neither of full attention nor of a sliding window ({', '.join(kinds)})",
+            f"models with layers of neither full attention nor a sliding window nor a state ({', '.join(kinds)})",
             "the adapter does not yet hand over what vLLM keeps of them",
             "use another kv_connector",
+        ),
+        (
+            bool(specs) and all(has_state(spec) for spec in specs),
+            "models all of whose layers keep a state",
+            "a prompt has no pages then, and a hand-off counts them",
+            "use another kv_connector",
+        ),
+        (
+            bool(untried),
+            f"layers of the kind {', '.join(untried)}",
+            "they would be handed over as others are, but were never run",
+            f'ask for them by name: "{UNTRIED}": "{",".join(untried)}" in kv_connector_extra_config, on both sides',
         ),
     )
     for holds, what, why, remedy in refused:
@@ -50,3 +68,8 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
             raise FeatureDisabled(
                 f"kvgrpc does not serve {what}: {why}; {remedy}", metadata={"feature": what, "howToEnable": remedy}
             )
+
+
+def _asked_for(config: Any) -> set[str]:
+    asked = config.kv_transfer_config.kv_connector_extra_config.get(UNTRIED, os.environ.get(_VARIABLE, ""))
+    return {str(name).strip().lower() for name in (asked.split(",") if isinstance(asked, str) else asked)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 
 from kvgrpc.engines.addresses import bracketed, engine_name, loopback_for
 from kvgrpc.engines.identity import MODEL_NAME, dtype_name, identity
-from kvgrpc.engines.vllm.groups import Group, groups_of, specs_of
+from kvgrpc.engines.vllm.groups import Group, groups_of, spec_of_layer, specs_of
+from kvgrpc.engines.vllm.limits import UNTRIED
 from kvgrpc.engines.vllm_plugin import LISTEN
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.events.config import keys_of
@@ -49,6 +51,7 @@ class WorkerProcess:
         extra = dict(transfer.kv_connector_extra_config)
         port = extra.pop(BOOTSTRAP_PORT, environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT", "8998"))
         self.events_listen = str(extra.pop(EVENTS_LISTEN, environment.get(LISTEN, "")))
+        extra.pop(UNTRIED, None)  # limits.py looks at them
         self.model_name = str(extra.pop(NAME_OF_MODEL, environment.get(MODEL_NAME, "")))
         self.configured = settings(extra, environment)
         self.events = self._events()
@@ -104,9 +107,15 @@ def pools_of(caches: Mapping[str, torch.Tensor], config: Any, kv_cache_config: A
 
     Raises FeatureDisabled for a cache whose blocks are not dense, each layer by itself.
     """
-    for name, cache in caches.items():
-        _check_dense(name, cache, kv_cache_config.num_blocks)
-    return tuple(_pool(group, caches, config, kv_cache_config, tp_rank) for group in groups_of(kv_cache_config))
+    found = []
+    for group in groups_of(kv_cache_config):
+        for name in kv_cache_config.kv_cache_groups[group.index].layer_names:
+            _check_dense(name, caches[name], kv_cache_config.num_blocks, padded=group.has_state)
+        if group.has_state:
+            found.append(_states(group, caches, kv_cache_config))
+        else:
+            found.append(_pool(group, caches, config, kv_cache_config, tp_rank))
+    return tuple(found)
 
 
 def _pool(group: Group, caches: Mapping[str, torch.Tensor], config: Any, kv_cache_config: Any, tp_rank: int) -> Pool:
@@ -125,8 +134,32 @@ def _pool(group: Group, caches: Mapping[str, torch.Tensor], config: Any, kv_cach
             for layer, (address, cache) in enumerate(layers.items())
         ),
         axes=_axes(kv_cache_config.kv_cache_layout or "", config, whole_kernel_blocks=first.shape[0] == blocks),
-        location=f"cuda:{first.device.index}" if first.is_cuda else "cpu:0",
+        location=_location(first),
         **_heads(config, tp_rank, [spec.num_kv_heads for spec in specs_of(its.kv_cache_spec)]),
+    )
+
+
+def _states(group: Group, caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> Pool:
+    """One region a layer. A page is the state of a request, and not what vLLM adds to make its block as large as those
+    of other layers.
+    """
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout  # heavy, and for these models alone
+
+    its = kv_cache_config.kv_cache_groups[group.index]
+    specs = {name: spec_of_layer(its.kv_cache_spec, name) for name in its.layer_names}
+    first = caches[its.layer_names[0]]
+    return Pool(
+        name=group.pool,
+        kind=PoolKind.STATE,
+        page_tokens=0,  # a state is of as many tokens as there were
+        pages=kv_cache_config.num_blocks,
+        dtype=",".join(sorted({str(dtype).removeprefix("torch.") for each in specs.values() for dtype in each.dtypes})),
+        regions=tuple(
+            Region(layer, "state", cache.data_ptr(), _block_bytes(cache), _state_bytes(specs[name]))
+            for layer, (name, cache) in enumerate((name, caches[name]) for name in its.layer_names)
+        ),
+        axes=f"convolution:{get_conv_state_layout()}",
+        location=_location(first),
     )
 
 
@@ -171,8 +204,29 @@ def _heads(config: Any, tp_rank: int, of_layers: Sequence[int]) -> dict[str, int
     return {"heads_total": total, "head_start": tp_rank * total // tp, "head_count": count}
 
 
-def _check_dense(name: str, cache: torch.Tensor, blocks: int) -> None:
-    if cache.shape[0] % blocks or cache.stride(0) != cache[0].numel() or not _is_dense(cache[0]):
+def _state_bytes(spec: Any) -> int:
+    return sum(int(math.prod(shape) * dtype.itemsize) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+
+
+def _location(cache: torch.Tensor) -> str:
+    return f"cuda:{cache.device.index}" if cache.is_cuda else "cpu:0"
+
+
+def _block_bytes(cache: torch.Tensor) -> int:
+    """From the beginning of one block to that of the next."""
+    return int(cache.stride(0) * cache.element_size())
+
+
+def _check_dense(name: str, cache: torch.Tensor, blocks: int, padded: bool) -> None:
+    """``padded``: blocks may have bytes behind them that nobody uses."""
+    if not isinstance(cache, torch.Tensor):  # a state in parts, as older versions had it
+        raise FeatureDisabled(
+            f"kvgrpc does not serve the state of {name}: this vLLM keeps its parts apart; use vllm==0.33.0",
+            metadata={"feature": "KV cache layout", "howToEnable": "vllm==0.33.0"},
+        )
+    own = cache[0].numel()
+    apart = cache.stride(0) < own if padded else cache.stride(0) != own
+    if cache.shape[0] % blocks or apart or not _is_dense(cache[0]):
         raise FeatureDisabled(
             f"kvgrpc does not serve the KV cache of {name}, shape {tuple(cache.shape)}, strides {cache.stride()}: "
             f"its {blocks} blocks do not lie one behind the other; use another attention backend or kv_connector",

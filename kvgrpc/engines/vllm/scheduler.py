@@ -48,7 +48,8 @@ class Scheduler:
         self._decode = not prefill if decode is None else decode
         self._reached = dict(reached or {})
         self._groups = groups
-        self._has_window = any(group.has_window for group in groups)
+        self._moves_on = any(group.moves_on for group in groups)
+        self._has_state = any(group.has_state for group in groups)
         # Requests of prefill without the last token of their prompt.
         self._shortened: set[str] = set()
         self._next = Handoffs()
@@ -61,15 +62,16 @@ class Scheduler:
 
     def on_new(self, request: Request) -> None:
         """With windows prefill leaves the last token of a prompt to decode, which computes it in any case: vLLM gives
-        the block of the first token that it sees to others as soon as it is computed. The token that prefill then
-        makes is not the prompt's next one.
+        the block of the first token that it sees to others as soon as it is computed. With states too: decode needs
+        the one before that token, and a state has no way back. The token that prefill then makes is not the prompt's
+        next one.
 
         Decode names the room at once: while the request waits for its turn, prefill hears when decode is gone.
         """
         if self._wants(request):
             self._next.queued[request.request_id] = _receive(request, {}, 0)
         alone = request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None
-        if not self._has_window or alone or not self._gives(request) or request.get_skip_reading_prefix_cache():
+        if not self._moves_on or alone or not self._gives(request) or request.get_skip_reading_prefix_cache():
             return
         request.prompt_token_ids = request.prompt_token_ids[:-1]
         request._all_token_ids.pop()
@@ -117,7 +119,7 @@ class Scheduler:
             self._next.queued.pop(number, None)
             params["do_remote_prefill"] = False
         elif self._gives(request):
-            if request.status in _COMPUTED and any(blocks):
+            if request.status in _COMPUTED and any(blocks) and self._stopped_in_time(request):
                 own = self._pages(blocks, 0, self._handed_over(request))
                 self._shortened.discard(number)
                 self._next.computed[number] = Send(str(params["transfer_id"]), own)
@@ -135,10 +137,16 @@ class Scheduler:
         return handoffs
 
     def _handed_over(self, request: Request) -> int:
-        """Tokens of the prompt; with windows all but the last. Both sides must say the same: the last pages of either
-        are those of the same tokens.
+        """Tokens of the prompt; with windows or states all but the last. Both sides must say the same: the last pages
+        of either are those of the same tokens.
         """
-        return int(request.num_prompt_tokens) - (self._has_window and request.request_id not in self._shortened)
+        return int(request.num_prompt_tokens) - (self._moves_on and request.request_id not in self._shortened)
+
+    def _stopped_in_time(self, request: Request) -> bool:
+        """False where a state has gone past what decode asks for: of prompts that are embeddings, or whose logprobs are
+        wanted, prefill computes the last token too.
+        """
+        return not self._has_state or request.request_id in self._shortened or request.num_prompt_tokens < 2
 
     def _pages(self, blocks: Sequence[Sequence[int]], first: int, stop: int) -> Pages:
         return {group.pool: group.blocks_of(blocks, first, stop) for group in self._groups}
