@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import Cohere2Config, Cohere2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 256
@@ -104,6 +105,25 @@ class WindowReference(Reference):
         kinds = ["sliding_attention", "full_attention"] * (size.layers // 2)
         more = {"tie_word_embeddings": True, "pad_token_id": 0, "logit_scale": 1.0}
         return Cohere2ForCausalLM(Cohere2Config(**{**_sizes(size), **more}, sliding_window=WINDOW, layer_types=kinds))
+
+
+class LatentReference(Reference):
+    """A DeepSeek V2 without experts: one latent a token and layer, whatever the number of heads (MLA)."""
+
+    def _make(self, size: Size) -> Any:
+        return transformers.DeepseekV2ForCausalLM(
+            transformers.DeepseekV2Config(
+                **{**_sizes(size), "num_key_value_heads": size.heads},
+                kv_lora_rank=512,  # with the rope part the only size that vLLM's kernel for CPUs has
+                qk_rope_head_dim=64,
+                qk_nope_head_dim=32,
+                v_head_dim=32,
+                q_lora_rank=None,
+                first_k_dense_replace=size.layers,
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+            )
+        )
 
 
 def _sizes(size: Size) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvgrpc.transfer import room_from_transfer_id
-from tests.engines.engine import LOCAL, Engine, Pair, Request, common_environment, free_port
+from tests.engines.engine import LOCAL, ROOT, Engine, Pair, Request, common_environment, free_port
 
 BLOCK = 32
 CONNECTOR = {"kv_connector": "KvGrpcConnector", "kv_connector_module_path": "kvgrpc.engines.vllm"}
@@ -26,6 +26,7 @@ class VllmEngine(Engine):
     def environment(folder: Path, arguments: Mapping[str, Any], more: Mapping[str, str]) -> dict[str, str]:
         return {
             **common_environment(folder, foreign=("VLLM_",)),
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/engines/standins/vllm'}",  # as they are here, not as installed
             "VLLM_HOST_IP": LOCAL,
             "VLLM_CACHE_ROOT": str(folder),
             "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 
@@ -12,12 +13,22 @@ def prepare() -> None:
 
 
 def register() -> None:
-    """vLLM's plug-in, run in each of its processes."""
+    """vLLM's plug-in, run in each of its processes.
+
+    VLLM_ON_CPU_PLUGIN ("module:function") names one more, which needs not be installed.
+    """
     import torch
     from vllm.platforms import current_platform
 
     import vllm_on_cpu.kernels  # noqa: F401  defines them
 
+    # Where the processor has these vLLM takes other kernels, with weights packed for them. All machines shall run ours.
+    for feature in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+        setattr(torch.cpu, feature, lambda: False)
     # What vLLM's own Mooncake connector asks of an accelerator.
     torch.accelerator.current_device_index = lambda: 0
     type(current_platform).set_device = classmethod(lambda cls, device: None)
+    more = os.environ.get("VLLM_ON_CPU_PLUGIN")
+    if more:
+        module, _, function = more.partition(":")
+        getattr(importlib.import_module(module), function)()

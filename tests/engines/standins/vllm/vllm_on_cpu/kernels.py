@@ -16,7 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 _LIBRARY = torch.library.Library("_C", "FRAGMENT")
 
 
-def _kernel(arguments: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def kernel(arguments: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function vLLM's C++ operator of that name, with these arguments and results."""
+
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         _LIBRARY.define(function.__name__ + arguments)
         _LIBRARY.impl(function.__name__, function, "CompositeExplicitAutograd")
@@ -25,12 +27,12 @@ def _kernel(arguments: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     return define
 
 
-@_kernel("(int[] nodes) -> ()")
+@kernel("(int[] nodes) -> ()")
 def init_cpu_memory_env(nodes: list[int]) -> None:
     """Binds memory to NUMA nodes; here there is nothing to bind."""
 
 
-@_kernel("(Tensor starts, Tensor positions, Tensor blocks, Tensor(a!) slots, int size) -> ()")
+@kernel("(Tensor starts, Tensor positions, Tensor blocks, Tensor(a!) slots, int size) -> ()")
 def compute_slot_mapping_kernel_impl(
     starts: Tensor, positions: Tensor, blocks: Tensor, slots: Tensor, size: int
 ) -> None:
@@ -41,7 +43,7 @@ def compute_slot_mapping_kernel_impl(
     slots[: len(owners)] = (blocks[owners, where // size].long() * size + where % size).to(slots.dtype)
 
 
-@_kernel(
+@kernel(
     "(int requests, int heads, int kv_heads, int head_size, Tensor lengths, ScalarType dtype, Tensor starts,"
     " bool causal, int window, str isa, bool split, Tensor? causal_of_request, str cache_dtype) -> Tensor"
 )
@@ -50,7 +52,7 @@ def get_scheduler_metadata(*about: Any) -> Tensor:
     return torch.zeros(1)
 
 
-@_kernel(
+@kernel(
     "(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, str isa, float key_scale,"
     " float value_scale, str cache_dtype) -> ()"
 )
@@ -64,7 +66,7 @@ def cpu_attn_reshape_and_cache(
         cache[blocks, :, offsets] = new[tokens].to(cache.dtype)
 
 
-@_kernel(
+@kernel(
     "(Tensor query, Tensor keys, Tensor values, Tensor(a!) out, Tensor starts, Tensor lengths, float scale,"
     " bool causal, Tensor? slopes, int window, Tensor blocks, float softcap, Tensor metadata, Tensor? sinks,"
     " Tensor? causal_of_request, float key_scale, float value_scale, str cache_dtype) -> ()"
@@ -112,12 +114,28 @@ def _gather(cache: Tensor, blocks: Tensor, length: int, heads: int) -> Tensor:
     return own.repeat_interleave(heads // cache.shape[1], 0).float()
 
 
-@_kernel("(Tensor logits) -> Tensor")
+@kernel(
+    "(Tensor(a!) out, Tensor query, Tensor latents, float scale, Tensor blocks, Tensor lengths) -> ()",
+)
+def mla_decode_kvcache(
+    out: Tensor, query: Tensor, latents: Tensor, scale: float, blocks: Tensor, lengths: Tensor
+) -> None:
+    """MLA: attention of one new token a request (requests, heads, latent and rope size) over the latents of its blocks,
+    (blocks, tokens of a block, latent and rope size), which are keys whole and values without their rope part.
+    """
+    size, rank = latents.shape[1], out.shape[2]
+    for number, length in enumerate(lengths.tolist()):
+        held = latents[blocks[number, : -(-length // size)].long()].flatten(0, 1)[:length].float()
+        weights = torch.softmax(query[number].float() @ held.T * scale, dim=-1)
+        out[number] = (weights @ held[:, :rank]).to(out.dtype)
+
+
+@kernel("(Tensor logits) -> Tensor")
 def greedy_argmax(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-@_kernel("(Tensor logits, Tensor seeds) -> Tensor")
+@kernel("(Tensor logits, Tensor seeds) -> Tensor")
 def fused_gumbel_argmax(logits: Tensor, seeds: Tensor) -> Tensor:
     """Samples a token of each row, whose noise comes from its own seed."""
     noise = torch.empty_like(logits)
