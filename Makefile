@@ -14,7 +14,7 @@ $(if $(filter-out $(ENGINE_PARTS),$(PART)),$(error PART is one of $(ENGINE_PARTS
 faults := _faults _held _router
 slowness := _held_interpreter _load
 caches := _events _hicache _hierarchical _offloading _plugin _prefetch _tier
-models := _latent _states _window
+models := _latent _recurrent _states _window
 tests_of = $(if $($(2)),$(wildcard $($(2):%=tests/engines/test_$(1)%.py)),$(filter-out $(foreach part,$(filter-out handoffs,$(ENGINE_PARTS)),$(call tests_of,$(1),$(part))),$(wildcard tests/engines/test_$(1)*.py)))
 # Without a file pytest would run all tests there are.
 engine_pytest = $(if $(2),$(PYTEST) .venv-$(1)/bin/python -m pytest $(2),echo "no tests of $(1)")

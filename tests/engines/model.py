@@ -126,6 +126,33 @@ class LatentReference(Reference):
         )
 
 
+class RecurrentReference(Reference):
+    """Every other layer keeps, instead of its tokens, one state of a fixed size. ``kind``: as vLLM calls such layers,
+    GDN_ATTN (a Qwen 3.5), MAMBA2 (a Granite 4) or SHORT_CONV (an LFM 2).
+    """
+
+    def __init__(self, folder: Path, kind: str, seed: int = 0) -> None:
+        self._kind = kind
+        super().__init__(folder, WINDOWED, seed)
+
+    def _make(self, size: Size) -> Any:
+        kinds = ["conv" if self._kind == "SHORT_CONV" else "linear_attention", "full_attention"] * (size.layers // 2)
+        common = {**_sizes(size), "layer_types": kinds}
+        wide = {"num_attention_heads": 2, "num_key_value_heads": 2}  # heads of 32, the smallest of vLLM's for CPUs
+        if self._kind == "SHORT_CONV":
+            lfm = {"conv_L_cache": 4, "conv_dim": size.hidden, "block_dim": size.hidden}
+            lfm.update(block_auto_adjust_ff_dim=False, tie_word_embeddings=True)
+            return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**{**common, **wide, **lfm}))
+        if self._kind == "MAMBA2":
+            granite = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 32}
+            granite.update(num_local_experts=0, shared_intermediate_size=2 * size.hidden)
+            config = transformers.GraniteMoeHybridConfig(**{**common, **wide, **granite}, attention_multiplier=0.25)
+            return transformers.GraniteMoeHybridForCausalLM(config)
+        state = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
+        width = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 64}
+        return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**common, **state, **width))
+
+
 def _sizes(size: Size) -> dict[str, Any]:
     return {
         "hidden_size": size.hidden,

@@ -1,6 +1,6 @@
 """States of layers that keep no tokens, byte by byte: two ranks over made-up memory as vLLM lays it out, and no engine.
 
-For kinds of states that no engine was run with.
+For kinds of states that no engine was run with; test_vllm_recurrent.py has real engines.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ def register() -> None:
     import torch
     from vllm.platforms import current_platform
 
-    import vllm_on_cpu.kernels  # noqa: F401  defines them
+    import vllm_on_cpu.kernels
+    import vllm_on_cpu.recurrent_kernels  # noqa: F401  they define themselves
 
     # Where the processor has these vLLM takes other kernels, with weights packed for them. All machines shall run ours.
     for feature in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
