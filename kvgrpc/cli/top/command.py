@@ -13,7 +13,7 @@ import click
 from kvgrpc.cli.connection import Seconds, calls_a_registry
 from kvgrpc.cli.output import show_table, table_of
 from kvgrpc.cli.top.arrangement import Arrangement, arranged, pressed
-from kvgrpc.cli.top.looking import COLUMNS, cells, columns_of, failures_by_reason, look_at_ranks
+from kvgrpc.cli.top.looking import COLUMNS, GAP, cells, columns_of, failures_by_reason, fitting, look_at_ranks
 from kvgrpc.cli.top.opened import rank_screen
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ def _watch(client: SyncClient, every: float) -> None:
                 order = replace(order, chosen=min(order.chosen, max(0, len(shown) - 1)))
                 line = next((line for line in lines if order.opened and line.values[0] == opened), None)
                 order = replace(order, opened=line is not None)  # one that has left is closed
-                live.update(rank_screen(line) if line else _screen(client.address, lines, shown, order), refresh=True)
+                width = live.console.width
+                screen = rank_screen(line) if line else _screen(client.address, lines, shown, order, width)
+                live.update(screen, refresh=True)
                 key = keys.pressed(next_look - time.monotonic())
                 if not key:
                     break
@@ -78,15 +80,23 @@ def _next_order(order: Arrangement, key: str, shown: Sequence[int]) -> Arrangeme
     return order
 
 
-def _screen(address: str, lines: list[RankLine], ranks: list[RankLine], order: Arrangement) -> RenderableType:
+def _screen(
+    address: str, lines: list[RankLine], ranks: list[RankLine], order: Arrangement, width: int
+) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    marks, shown = {order.column: " v" if order.reverse else " ^"}, columns_of(lines)
+    marks = {order.column: " v" if order.reverse else " ^"}
+    there = columns_of(lines)
+    shown = fitting(ranks, there, width, order.column)
+    hidden = ", ".join(COLUMNS[number].removeprefix("#") for number in there if number not in shown)
     columns = [COLUMNS[number] + marks.get(number, "") for number in shown]
     head = f"{address}: {len(ranks)} of {len(lines)} ranks. < > sort, r turn, / filter, j k choose, Return open, q end"
     wanted = f"  filter: {order.wanted}{'_' if order.typing else ''}" if order.wanted or order.typing else ""
     table = table_of(columns, (cells(line, shown, short=True) for line in ranks))
+    table.box, table.pad_edge, table.padding = None, False, (0, GAP, 0, 0)
     if ranks:
         table.rows[order.chosen].style = "reverse"
-    return Group(Text(head + wanted, style="dim"), table, Text(failures_by_reason(ranks), style="red"))
+    narrow = f"no room for: {hidden}" if hidden else ""
+    failures = Text(failures_by_reason(ranks), style="red")
+    return Group(Text(head + wanted, style="dim"), table, failures, Text(narrow, style="dim"))

@@ -27,6 +27,13 @@ COLUMNS = (*_OF_A_ROW, "health", "lease", *_OF_HAND_OFFS, "tiers", "#hits", "#ev
 # Shown although no rank has a value.
 _ALWAYS = 5
 _FORMATS = {"#GB/s": "{:.2f}".format, "#p50": milliseconds, "#p99": milliseconds, "#hits": "{:.0%}".format}
+# Where a terminal is narrow these are left out, the first ones first; a rank that is opened says all.
+_FIRST_TO_GO = (
+    *("server", "#not open", "#p50", "#held", "role", "lease", "#sessions", "#pulls", "#hits", "#event lag", "tiers"),
+    *("#failed", "#rooms", "#p99", "#rooms/min", "#GB/s"),
+)
+# Blanks between two columns.
+GAP = 2
 _FAILED_LOOKED_AT = 256
 _TRANSFER, _CACHE, _PULL, _EVENTS = (f"kvgrpc.v1.{name}Service" for name in ("Transfer", "Prefetch", "Pull", "Event"))
 _WATCH = "/kvgrpc.v1.EventService/Watch"
@@ -148,6 +155,25 @@ def columns_of(lines: Sequence[RankLine]) -> list[int]:
     """The numbers of the columns to show: those in which some rank has a value."""
     there = {number for line in lines for number, value in enumerate(line.values) if value is not None}
     return [number for number in range(len(COLUMNS)) if number < _ALWAYS or number in there]
+
+
+def fitting(lines: Sequence[RankLine], shown: Sequence[int], width: int, kept: int) -> list[int]:
+    """Those of the columns for which a terminal of this width has room; ``kept`` in any case."""
+    rows = [[str(cell) for cell in cells(line, shown, short=True)] for line in lines]
+    # The mark of the order stands behind a name.
+    heads = [len(COLUMNS[number].removeprefix("#")) + 2 * (number == kept) for number in shown]
+    widths = {
+        number: max([head, *(len(row[at]) for row in rows)]) + GAP
+        for at, (number, head) in enumerate(zip(shown, heads, strict=True))
+    }
+    gone = [number for number in map(COLUMNS.index, _FIRST_TO_GO) if number in widths and number != kept]
+    room = width + GAP - sum(widths[number] for number in shown if number not in gone)
+    left = set(shown) - set(gone)
+    for number in reversed(gone):
+        if widths[number] <= room:
+            left.add(number)
+            room -= widths[number]
+    return sorted(left)
 
 
 def cells(line: RankLine, shown: Sequence[int], *, short: bool = False) -> Sequence[object]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from functools import reduce
 
+import pytest
+
 from kvgrpc.cli.top.arrangement import BACKSPACE, ESCAPE, RETURN, Arrangement, arranged, pressed
 from kvgrpc.cli.top.looking import COLUMNS as ALL
-from kvgrpc.cli.top.looking import RankLine, cells, columns_of, fill, hit_rate
+from kvgrpc.cli.top.looking import GAP, RankLine, cells, columns_of, fill, fitting, hit_rate
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1.prefetch_service_pb2 import CacheTierUse
 
@@ -77,3 +79,17 @@ def test_tiers_say_how_full_they_are_and_how_often_they_had_what_was_asked_for()
     assert fill([host, storage]) == "host 25 %"
     assert hit_rate([host, storage]) == 0.75
     assert hit_rate([CacheTierUse()]) is None and fill([]) == ""
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 400])
+def test_a_narrow_terminal_shows_what_matters_and_the_column_that_is_sorted_by(width: int) -> None:
+    line = RankLine(
+        ["prefill-0/dp0/pp0/cp0/tp0", "prefill", "10.12.33.7:9001", *["some text"] * (len(ALL) - 3)], "prefill-0"
+    )
+    everything = range(len(ALL))
+    assert fitting([line], everything, 400, 0) == list(everything)
+    shown, kept = fitting([line], everything, width, 0), ALL.index("server")
+    texts = [[ALL[number].removeprefix("#"), str(cells(line, [number], short=True)[0])] for number in shown]
+    assert sum(max(map(len, each)) + GAP for each in texts) <= width + GAP
+    assert {"rank", "health"} < {ALL[number] for number in shown}
+    assert kept in fitting([line], everything, width, kept)
