@@ -144,6 +144,8 @@ async def test_one_caller_leaves_rows_to_others_whichever_replica_it_asks(
             assert refused.metadata["scope"] == "rows of one caller"
         await register(there, "greedy", 3)  # a renewal takes no place
         await register(there, "honest", 0)
+        told = {("rank greedy-*", "127.0.0.1"): 16, ("rank honest-*", "127.0.0.1"): 1}
+        await until(lambda: here.store.rows_by_owner() == there.store.rows_by_owner() == told)
         metadata = (("authorization", bearer("greedy", here.address)),)
         gone = [rank_ref_to_pb(row(engine=f"greedy-{number}").ref) for number in range(8)]
         await here.stub.Deregister(pb.DeregisterRequest(ranks=gone), timeout=20, metadata=metadata)
