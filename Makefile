@@ -22,9 +22,10 @@ engine_pytest = $(if $(2),$(PYTEST) .venv-$(1)/bin/python -m pytest $(2),echo "n
 SLOWEST := --durations=10
 # Parts of `make test` behind lint, each a process of its own; what a part says is shown when it has ended, where several run.
 # JOBS=2 runs so many side by side, as most of their time is spent waiting. It is not what CI does: that integration's bounds
-# in time hold beside another part has to be shown first. Integration runs the client that the part of TypeScript has built.
+# in time hold beside another part has to be shown first. Integration uses what the parts of clients have built.
 JOBS ?= 1
-PARTS := client-typescript contract integration others client-rust client-go
+CLIENTS := client-typescript client-go client-rust
+PARTS := $(CLIENTS) contract integration others
 side_by_side = $(if $(filter-out 1,$(1)),--jobs=$(1) --output-sync=target)
 # cargo, and what tests start, must not look for this make's own jobs.
 ALONE := env -u MAKEFLAGS -u MFLAGS -u MAKELEVEL
@@ -51,7 +52,7 @@ test: lint  ## What CI runs: lint, drift, clients but Java and C++, all quick te
 client-%:
 	@$(ALONE) .ci/clients $*
 
-integration: client-typescript
+integration: $(CLIENTS)
 	@$(ALONE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) tests/integration
 
 others:
