@@ -22,29 +22,40 @@ from benchmarks.sides.memory import Shape
 
 LATENCY = "pull.latency"
 PAGE_BYTES = 32 * KIB
+# 16 tokens of a model of eight billion parameters have twice as much.
+LARGE_PAGES, LARGE_PAGE_BYTES = 100, 1024 * KIB
 SECONDS = 120.0
 RANK, SERVER = "rank", "registry"
 
 
 def benchmarks(plan: Plan) -> list[Benchmark]:
     missing = "" if mooncake_is_here() else "mooncake.engine cannot be imported"
+    sizes = [(f"{pages}", pages, PAGE_BYTES) for pages in plan.pull_pages]
+    sizes += [(f"{LARGE_PAGES}x1MiB", LARGE_PAGES, LARGE_PAGE_BYTES)] if LARGE_PAGES in plan.pull_pages else []
     return [
         row
-        for pages in plan.pull_pages
+        for size, pages, page_bytes in sizes
         for row in (
-            _row("shm", pages, "raw memcpy", RawCopy, ""),
-            _row("mooncake", pages, "raw Mooncake", RawMooncake, missing),
+            _row(f"shm.{size}", pages, page_bytes, "raw memcpy", RawCopy, ""),
+            _row(f"mooncake.{size}", pages, page_bytes, "raw Mooncake", RawMooncake, missing),
         )
     ]
 
 
-def _row(plane: str, pages: int, baseline: str, raw: Callable[[str, Shape, int], Contender], missing: str) -> Benchmark:
-    name = f"{LATENCY}.{plane}.{pages}"
-    shape = Shape(regions=1, pages=pages, page_bytes=PAGE_BYTES, aux_items=1)
+def _row(
+    size: str,
+    pages: int,
+    page_bytes: int,
+    baseline: str,
+    raw: Callable[[str, Shape, int], Contender],
+    missing: str,
+) -> Benchmark:
+    name, plane = f"{LATENCY}.{size}", size.partition(".")[0]
+    shape = Shape(regions=1, pages=pages, page_bytes=page_bytes, aux_items=1)
     target = Target(ratio=0.8) if pages >= 100 else Target()
     return Benchmark(
         metrics=(Metric(name, "GB/s", "higher", baseline, target),),
-        ours=lambda: Pulled(name, plane, pages),
+        ours=lambda: Pulled(name, plane, pages, page_bytes),
         baseline=lambda: raw(name, shape, 1),
         missing=missing,
     )
@@ -53,17 +64,17 @@ def _row(plane: str, pages: int, baseline: str, raw: Callable[[str, Shape, int],
 class Pulled:
     """A rank that has the prompt, one that has nothing, and the registry by which they know each other."""
 
-    def __init__(self, name: str, plane: str, pages: int) -> None:
-        self._name, self._pages = name, pages
+    def __init__(self, name: str, plane: str, pages: int, page_bytes: int = PAGE_BYTES) -> None:
+        self._name, self._pages, self._page_bytes = name, pages, page_bytes
         self._registry, self._holder, self._taker = Worker("pull-registry"), Worker("pull-holder"), Worker("pull-taker")
         registry = self._registry.call(_serve)
         for worker, engine in ((self._holder, "holder"), (self._taker, "taker")):
-            worker.call(_open, engine, registry, plane, pages)
+            worker.call(_open, engine, registry, plane, pages, page_bytes)
         self._holder.call(_fill, pages)
         self._taker.call(_until_known)
 
     def turn(self) -> Figures:
-        return {self._name: self._pages * PAGE_BYTES / self._taker.call(_pull, self._pages) / 1e9}
+        return {self._name: self._pages * self._page_bytes / self._taker.call(_pull, self._pages) / 1e9}
 
     def peak_rss(self) -> int:
         return self._holder.peak_rss() + self._taker.peak_rss()
@@ -82,14 +93,16 @@ def _serve(desk: Desk) -> str:
     return server.address
 
 
-def _open(desk: Desk, engine: str, registry: str, plane: str, pages: int) -> None:
+def _open(desk: Desk, engine: str, registry: str, plane: str, pages: int, page_bytes: int) -> None:
     from kvgrpc.prefetch.model import PrefetchLimits
     from kvgrpc.prefetch.pools.shape import PageShape
     from kvgrpc.pull.model import PullConfig
     from tests.support import cache_serving
 
-    shape = PageShape.mha(layers=4, page_tokens=cache_serving.PAGE_TOKENS, heads=8, head_dim=64, dtype="float16")
-    assert shape.page_bytes == PAGE_BYTES
+    a_layer = PageShape.mha(layers=1, page_tokens=cache_serving.PAGE_TOKENS, heads=8, head_dim=64, dtype="float16")
+    layers = page_bytes // a_layer.page_bytes
+    shape = PageShape.mha(layers=layers, page_tokens=cache_serving.PAGE_TOKENS, heads=8, head_dim=64, dtype="float16")
+    assert shape.page_bytes == page_bytes
     cache_serving.SHAPE = shape
     # What an engine has unless it says otherwise, but for the time that a turn may take.
     limits = replace(PrefetchLimits(), threshold_tokens=1, occupancy=1.0, operation_timeout=SECONDS)

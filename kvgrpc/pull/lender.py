@@ -21,7 +21,8 @@ from kvgrpc.transfer.runtime.boundary import PrefillRuntime
 
 UNOPENED_SECONDS = 10.0
 """A room that its taker does not open within this time ends."""
-_RETRY_SECONDS = 0.1
+# About what a batch takes.
+_RETRY_SECONDS = 0.02
 _LOOK_SECONDS = 0.5
 
 
@@ -82,9 +83,9 @@ class Lender:
                 return None
             staged = self._take(taker, there)
             try:
-                for page, source in zip(staged, pages[first:], strict=False):
-                    if not self._staging.copy_in(page, self._cache.buffers(source)):
-                        raise ServerDraining("the cache is closing and lends nothing more", retry_after=1.0)
+                lent = map(self._cache.buffers, pages[first : first + len(staged)])
+                if not self._staging.copy_in(staged, lent):
+                    raise ServerDraining("the cache is closing and lends nothing more", retry_after=1.0)
             except BaseException:
                 self._staging.lending.give_back(staged)
                 self._forget(taker, len(staged))

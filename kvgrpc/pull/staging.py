@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvgrpc.dataplane.base import DataPlane, MemoryRange
 from kvgrpc.model import Pool, PoolKind, Region
@@ -38,23 +38,25 @@ class Staging:
         self._closed = False
         self._idle = threading.Condition()
 
-    def copy_in(self, page: int, buffers: PageBuffers) -> bool:
-        """A page of the cache into a staged one; False, and nothing is read, once it is closed. The interpreter is free
+    def copy_in(self, pages: Sequence[int], buffers: Iterable[PageBuffers]) -> bool:
+        """Pages of the cache into staged ones; False, and nothing is read, once it is closed. The interpreter is free
         meanwhile."""
         with self._copying() as may:
-            to = self._address + page * self.page_bytes
-            for address, nbytes in buffers if may else ():
-                ctypes.memmove(to, address, nbytes)
-                to += nbytes
+            for page, parts in zip(pages, buffers, strict=True) if may else ():
+                to = self._address + page * self.page_bytes
+                for address, nbytes in parts:
+                    ctypes.memmove(to, address, nbytes)
+                    to += nbytes
         return may
 
-    def copy_out(self, page: int, buffers: PageBuffers) -> bool:
-        """A staged page into one of the cache; False, and nothing is written, once it is closed."""
+    def copy_out(self, pages: Sequence[int], buffers: Iterable[PageBuffers]) -> bool:
+        """Staged pages into those of the cache; False, and nothing is written, once it is closed."""
         with self._copying() as may:
-            source = self._address + page * self.page_bytes
-            for address, nbytes in buffers if may else ():
-                ctypes.memmove(address, source, nbytes)
-                source += nbytes
+            for page, parts in zip(pages, buffers, strict=True) if may else ():
+                source = self._address + page * self.page_bytes
+                for address, nbytes in parts:
+                    ctypes.memmove(address, source, nbytes)
+                    source += nbytes
         return may
 
     def use(self) -> StagingUse:

@@ -111,8 +111,7 @@ class Taker:
             elif in_time:
                 self._silent.failed(holder.address)
             if failure is None:
-                pairs = zip(used, buffers, strict=False)
-                if not all(self._staging.copy_out(page, page_buffers) for page, page_buffers in pairs):
+                if not self._staging.copy_out(used, buffers[: len(used)]):
                     failure = Failure.of(ServerDraining("the cache is closing and takes nothing more"))
                 entry.done = len(used) if failure is None else 0
         finally:

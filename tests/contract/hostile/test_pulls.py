@@ -180,7 +180,7 @@ def test_the_memory_of_a_copy_that_runs_outlives_the_close(fleet: Fleet) -> None
         closed = rank.rank.close(1.0)
         assert not peer.plane.closed
         assert closed.listening and not closed.drained, "whoever closes is told that its memory is not free yet"
-    assert not peer._staging.copy_out(0, ((0, 1),))
+    assert not peer._staging.copy_out([0], [((0, 1),)])
     assert not rank.rank.close(5.0).listening
     assert peer.plane.closed
 

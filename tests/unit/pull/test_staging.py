@@ -70,14 +70,14 @@ def test_close_waits_for_a_copy_and_none_begins_after_it(staging: Staging) -> No
         assert go.wait(10.0)
         yield ctypes.addressof(page), PAGE_BYTES
 
-    copying = threading.Thread(target=lambda: staging.copy_out(5, slowly()))  # type: ignore[arg-type]
+    copying = threading.Thread(target=lambda: staging.copy_out([5], [slowly()]))  # type: ignore[list-item]
     copying.start()
     assert began.wait(10.0)
     assert not staging.close(0.05)
     go.set()
     assert staging.close(10.0)
     copying.join(10.0)
-    assert not staging.copy_out(5, ((0, PAGE_BYTES),)) and not staging.copy_in(0, ((0, PAGE_BYTES),))
+    assert not staging.copy_out([5], [((0, PAGE_BYTES),)]) and not staging.copy_in([0], [((0, PAGE_BYTES),)])
 
 
 def test_whoever_waits_for_a_page_hears_of_the_close(staging: Staging) -> None:
