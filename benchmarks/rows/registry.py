@@ -96,7 +96,7 @@ def _open_ours(desk: Desk) -> str:
     from kvgrpc.server import RegistryServer
 
     # All of them come from one host.
-    limits = CallLimits(watches_per_caller=100_000, keepalives_per_caller=100_000)
+    limits = CallLimits(streams=200_000, watches_per_caller=100_000, keepalives_per_caller=100_000)
     server = desk.items[SERVER] = RegistryServer(["127.0.0.1:0"], lease_ttl=LEASE_SECONDS, call_limits=limits).open()
     return server.address
 
