@@ -26,7 +26,7 @@ STATE_BYTES = {
     "MAMBA2": 4 * (3 * (128 + 2 * 2 * 16) + 128 * 16),
     "SHORT_CONV": 4 * 3 * 64,
 }
-KINDS = [("GDN_ATTN", True)]
+KINDS = [("GDN_ATTN", True), ("SHORT_CONV", True)]
 
 
 @dataclass(frozen=True)
