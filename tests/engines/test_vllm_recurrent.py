@@ -61,10 +61,10 @@ def recurrent(setting: Setting) -> RecurrentReference:
 
 
 def check(pair: VllmPair, case: Case) -> None:
+    """A hand-off that fails fails its request: decode computes no prompt again."""
     prefill, decode = pair.submit(case.prompt, len(case.tokens))
     assert decode.result() == case.tokens
     prefill.result()  # of a prompt without its last token
-    assert "kvgrpc: hand-off of request" not in pair.prefill.log() + pair.decode.log()
 
 
 def test_the_engine_alone_has_the_tokens_of_transformers(pair: VllmPair, recurrent: RecurrentReference) -> None:
