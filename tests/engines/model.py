@@ -121,6 +121,7 @@ class LatentReference(Reference):
                 q_lora_rank=None,
                 first_k_dense_replace=size.layers,
                 n_routed_experts=4,
+                moe_layer_freq=1,  # SGLang asks for it
                 num_experts_per_tok=2,
             )
         )
