@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
@@ -207,8 +207,8 @@ class Rank(Generic[Transfer]):
         """On the loop: refuses new work, waits ``grace`` seconds for what runs, and 5 s for the writes of the rest."""
         return await self._end.drain(grace, grace + _CANCELLED_WRITES_SECONDS)
 
-    async def undrain(self) -> None:
-        """On the loop: takes new work and registers again, as the same incarnation; health says so in the end."""
+    async def undrain(self, end_drain: Callable[[], Awaitable[None]]) -> None:
+        """On the loop: registers again, as the same incarnation, and takes new work; health says so in the end."""
         if self._end.begun:
             raise ServerDraining(f"{self.ref} is about to end")
         listener = self._parts.listener
@@ -223,14 +223,18 @@ class Rank(Generic[Transfer]):
                     "currentEpoch": self._superseded_by,
                 },
             )
-        await self._end.serve_again()
-        try:
-            await self._register(min(self.config.start_timeout, _UNDRAIN_SECONDS))
-            if self._end.begun:
-                raise ServerDraining(f"{self.ref} is about to end")
-        except BaseException:
-            await self._end.drain(0.0, _CANCELLED_WRITES_SECONDS)
-            raise
+        # What can fail comes first: until then the drain goes on as it is.
+        await self._end.left()
+        registration = self._new_registration()
+        if registration is not None:
+            await registration.start(min(self.config.start_timeout, _UNDRAIN_SECONDS))
+        await end_drain()
+        if self._end.begun:
+            if registration is not None:
+                await registration.close()
+            raise ServerDraining(f"{self.ref} is about to end")
+        self._parts.registration = registration
+        self._end.serve_again()
         listener.undrain()
         logger.info("%s drains no more", self.ref)
 
@@ -261,21 +265,23 @@ class Rank(Generic[Transfer]):
         parts.address = advertised(bound[0], config.advertise)
         parts.status.open(self._live, self._ready)
         self._bound = bound[0]
-        await self._register(deadline)
+        parts.registration = self._new_registration()
+        if parts.registration is not None:
+            await parts.registration.start(deadline)
         if config.registry and parts.cache_peer is not None:
             own = config.registry == "embedded"
             parts.cache_peer.follow(self.address if own else ",".join(replicas(config.registry)))
         self._join_replica()
         self._say_where_it_is()
 
-    async def _register(self, deadline: float) -> None:
-        """Where there is a registry."""
-        if self.config.registry:
-            embedded = self.config.registry == "embedded"
-            registry = self._bound if embedded else ",".join(replicas(self.config.registry))
-            channel = self._channel_to_ourselves if embedded else self._own_channel
-            self._parts.registration = Registration(channel, registry, [self._row()], on_superseded=self._on_superseded)
-            await self._parts.registration.start(deadline)
+    def _new_registration(self) -> Registration | None:
+        """Of its row, to be started; None: there is no registry."""
+        if not self.config.registry:
+            return None
+        embedded = self.config.registry == "embedded"
+        registry = self._bound if embedded else ",".join(replicas(self.config.registry))
+        channel = self._channel_to_ourselves if embedded else self._own_channel
+        return Registration(channel, registry, [self._row()], on_superseded=self._on_superseded)
 
     def _join_replica(self) -> None:
         """Ranks of one replica agree on what they prefetch; the one with pp = cp = tp = 0 leads."""

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import grpc
@@ -143,10 +143,16 @@ class CachePeer:
         drained = [await each.drain(grace / 2) for each in (self._sending, self._receiving)]
         return all(nothing_left for nothing_left, _ in drained), sum(rooms for _, rooms in drained)
 
-    async def undrain(self) -> None:
-        """Lends and takes again."""
+    async def undrain(self, end_drain: Callable[[], Awaitable[None]]) -> None:
         if self._ended:
             raise ServerDraining(f"the cache of {self._ref} is about to end")
+        await end_drain()
+        self.undrain_now()
+
+    def undrain_now(self) -> None:
+        """Lends and takes again, unless it has ended."""
+        if self._ended:
+            return
         for each in (self._sending, self._receiving):
             each.undrain()
         self.servicer.undrain()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 
@@ -84,15 +84,16 @@ class CacheServer:
             await self._peer.drain(grace)
         return not self.cache.book.open(), 0
 
-    async def undrain(self) -> None:
+    async def undrain(self, end_drain: Callable[[], Awaitable[None]]) -> None:
         """Its row comes when the registry takes it, as at the start."""
         if self._closing:
             raise ServerDraining(f"the cache of {self.cache.rank} is about to end")
+        await end_drain()
         if not self._listener.draining:
             return
         self._servicer.undrain()
         if self._peer is not None:
-            await self._peer.undrain()
+            self._peer.undrain_now()
         self._begin_to_register()
         self._listener.undrain()
 

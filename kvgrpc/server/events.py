@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 
@@ -69,9 +69,10 @@ class EventServer:
         await self._listener.drain()
         return True, 0
 
-    async def undrain(self) -> None:
+    async def undrain(self, end_drain: Callable[[], Awaitable[None]]) -> None:
         if self._closing:
             raise ServerDraining(f"{self.address} is about to end")
+        await end_drain()
         self._servicer.undrain()
         self._listener.undrain()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 
@@ -60,8 +60,9 @@ class IndexServer(ServerAlone):
         await self._listener.drain()
         return True, 0
 
-    async def undrain(self) -> None:
+    async def undrain(self, end_drain: Callable[[], Awaitable[None]]) -> None:
         self._check_not_closing()
+        await end_drain()
         self._servicer.undrain()
         self._listener.undrain()
 

@@ -128,18 +128,21 @@ class RankEnd:
         logger.log(logging.INFO if drained else logging.WARNING, "%s drained: %s", parts.ref, left_over)
         return drained, open_rooms
 
-    async def serve_again(self) -> None:
-        """Takes back a drain, but for the registry and the listener: those come last."""
-        parts = self.parts
-        if self._leaving is not None:  # else it would take the new row away
+    async def left(self) -> None:
+        """Waits until a drain has left the registry: it would take away a row that is registered before that."""
+        if self._leaving is not None:
             await asyncio.wait([self._leaving])
+
+    def serve_again(self) -> None:
+        """Takes back a drain, but for the registry, which comes before, and the listener."""
+        parts = self.parts
         parts.transfer.undrain()
         if parts.event_servicer is not None:
             parts.event_servicer.undrain()
         if parts.prefetch_servicer is not None:
             parts.prefetch_servicer.undrain()
         if parts.cache_peer is not None:
-            await parts.cache_peer.undrain()
+            parts.cache_peer.undrain_now()
 
     async def abandon(self) -> None:
         """Undoes an opening that failed, except the data plane, which the next try uses."""

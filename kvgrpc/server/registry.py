@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 
@@ -61,8 +61,9 @@ class RegistryServer(ServerAlone):
         await self._listener.drain()
         return True, 0
 
-    async def undrain(self) -> None:
+    async def undrain(self, end_drain: Callable[[], Awaitable[None]]) -> None:
         self._check_not_closing()
+        await end_drain()
         self._servicer.undrain()
         self._listener.undrain()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from kvgrpc.observability.logging import one_line
@@ -34,11 +34,12 @@ class Drainable(Protocol):
     async def drain(self, grace: float) -> tuple[bool, int]:
         """Ends within about ``grace`` seconds. Returns whether nothing is left, and how many rooms are still open."""
 
-    async def undrain(self) -> None:
-        """Takes a drain back, and changes nothing where none began; one that still waits was cancelled before.
+    async def undrain(self, end_drain: Callable[[], Awaitable[None]]) -> None:
+        """Takes a drain back, and changes nothing where none began. ``end_drain`` ends one that still waits for rooms:
+        it is called when nothing can fail any more.
 
         Raises ServerDraining where it is about to end, StaleEpoch where another incarnation has its place, and what
-        else a registry refuses: it drains on then.
+        else a registry refuses: it drains on then, and its rooms keep their grace.
         """
 
 
@@ -103,12 +104,15 @@ class ServerServicer(ServerServiceServicer):
 
     async def Undrain(self, request: pb.UndrainRequest, context: object) -> pb.UndrainResponse:
         async with self._steering:
-            draining, self._draining = self._draining, None
-            if draining is not None and not draining.done():
-                draining.cancel()
-                await asyncio.wait([draining])
-            await self._drainable.undrain()
+            await self._drainable.undrain(self._end_drain)
+            await self._end_drain()
         return pb.UndrainResponse()
+
+    async def _end_drain(self) -> None:
+        draining, self._draining = self._draining, None
+        if draining is not None and not draining.done():
+            draining.cancel()
+            await asyncio.wait([draining])
 
     async def ListCallers(self, request: pb.ListCallersRequest, context: object) -> pb.ListCallersResponse:
         after = read_page_token("ListCallers", request.page_token)

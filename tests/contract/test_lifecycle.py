@@ -9,7 +9,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,10 @@ class Machine:
             await asyncio.wait_for(self.rooms_ended.wait(), grace)
         return self.rooms_ended.is_set(), 0 if self.rooms_ended.is_set() else 3
 
-    async def undrain(self) -> None:
+    async def undrain(self, end_drain: Callable[[], Awaitable[None]]) -> None:
         if self.fails is not None:
             raise self.fails
+        await end_drain()
         self.undrained += 1
 
 

@@ -122,6 +122,22 @@ def test_a_rank_whose_registry_is_away_drains_on(pair: Pair) -> None:
         assert state(client) == ("NOT_SERVING", True)
 
 
+def test_rooms_keep_their_grace_where_a_drain_cannot_be_taken_back(pair: Pair) -> None:
+    pair.begin(1, last=False)
+    pair.decode.wait("receivers", [1], [KVPoll.Transferring])
+    address = pair.prefill.rank.address
+    with SyncClient(address) as client, SyncClient(address) as other, ThreadPoolExecutor(1) as aside:
+        draining = aside.submit(other.drain, 60.0)
+        wait_until(lambda: client.get_server_info().draining and "P" not in pair.engines())
+        pair.registry.close()
+        with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError):
+            ServerServiceStub(channel).Undrain(pb.UndrainRequest(), timeout=30)
+        assert not draining.done() and state(client) == ("NOT_SERVING", True)
+        pair.prefill.send_rest(1, 7)
+        pair.decode.wait("receivers", [1], [KVPoll.Success])
+        assert draining.result(30).drained
+
+
 def test_a_cache_begins_prefetches_again(tmp_path: Path) -> None:
     cache = open_cache_rank(tmp_path)
     try:
