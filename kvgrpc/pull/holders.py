@@ -14,7 +14,7 @@ import grpc
 
 from kvgrpc.client.engine_mirror import EngineMirror
 from kvgrpc.errors import EngineNotFound, InvalidRequest, KvGrpcError, PeerUnreachable, ServerDraining
-from kvgrpc.model import Layout, ModelIdentity, RankRef, check_rank
+from kvgrpc.model import Layout, ModelIdentity, RankId, RankRef, check_rank
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.storage.keys import PageIdentity
 from kvgrpc.pull import wire
@@ -132,7 +132,7 @@ class Holders:
             request.page_hashes.extend(wire.hashes_to_pb(prompt[: first + count]))
             answer = await self._call(holder, "LendPages", request, seconds)
         lent = wire.lent_from_pb(answer, count)
-        self._check(holder, lent)
+        check_lent(lent, holder, self._ref.rank)
         self._remember(holder, lent.holder, lent.layout)
         return lent
 
@@ -221,22 +221,11 @@ class Holders:
             with domain_errors(address, holder.engine):
                 return await getattr(PullServiceStub(self._channels.get(address)), method)(request, timeout=seconds)
         except PeerUnreachable:
-            if seconds >= self._config.answer_timeout:  # else it had less time than it may take
-                self.silent.failed(address)
+            self.silent.unanswered(address, seconds, self._config.answer_timeout)
             raise
         finally:
             self._in_use[address] -= 1
             self._channels.trim(+self._in_use)
-
-    def _check(self, holder: Holder, lent: Lent) -> None:
-        """A holder speaks for its own engine, and for the part of it that was asked: what it says is believed next, and
-        sizes that it makes up would be counted out. Raises InvalidRequest."""
-        check_rank(lent.holder, lent.layout, "holder")
-        rank, own = lent.holder.rank, self._ref.rank
-        if (rank.engine, rank.pp, rank.cp, rank.tp) != (holder.engine, own.pp, own.cp, own.tp):
-            raise InvalidRequest.of("holder", rank, f"a rank of {holder.engine} with pp, cp and tp of {own}")
-        if lent.layout.ranks > MAX_ENGINE_RANKS:
-            raise InvalidRequest.of("layout", lent.layout, f"at most {MAX_ENGINE_RANKS} ranks")
 
     def _remember(self, holder: Holder, ref: RankRef, layout: Layout) -> None:
         target = Target(ref, holder.sessions, layout)
@@ -244,3 +233,14 @@ class Holders:
         self._known[holder.sessions] = PrefillEngine(ref.rank.engine, layout, {ref.rank[1:]: target})
         if len(self._known) > _REMEMBERED:
             self._known.pop(next(iter(self._known)))
+
+
+def check_lent(lent: Lent, holder: Holder, own: RankId) -> None:
+    """A holder speaks for its own engine, and for the part of it that was asked: what it says is believed next, and
+    sizes that it makes up would be counted out. Raises InvalidRequest."""
+    check_rank(lent.holder, lent.layout, "holder")
+    rank = lent.holder.rank
+    if (rank.engine, rank.pp, rank.cp, rank.tp) != (holder.engine, own.pp, own.cp, own.tp):
+        raise InvalidRequest.of("holder", rank, f"a rank of {holder.engine} with pp, cp and tp of {own}")
+    if lent.layout.ranks > MAX_ENGINE_RANKS:
+        raise InvalidRequest.of("layout", lent.layout, f"at most {MAX_ENGINE_RANKS} ranks")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from kvgrpc.prefetch.storage.keys import Keys
 from kvgrpc.pull.book import Entry, PullBook
 from kvgrpc.pull.model import PullDirection
 from kvgrpc.pull.staging import Staging
-from kvgrpc.transfer import KVPoll, KVSender
+from kvgrpc.transfer import KVSender
 from kvgrpc.transfer.runtime.boundary import PrefillRuntime
 
 UNOPENED_SECONDS = 10.0
@@ -51,13 +52,22 @@ class LentPages:
 
 
 class Lender:
-    """Lends pages of one host cache. ``lend`` is for threads that may copy; ``settle`` for the loop.
+    """Lends pages of one host cache. ``lend`` is for threads that may copy; ``settle``, which looks whether a loan
+    ``is_over`` and then ``end``s it, for the loop.
 
     The cache is held only while pages are copied: what a room sends are copies, so a taker that is slow or dead costs
     staging memory and nothing of the cache. One engine has at most half of that memory.
     """
 
-    def __init__(self, cache: HostCache, staging: Staging, manager: PrefillRuntime, book: PullBook) -> None:
+    def __init__(
+        self,
+        cache: HostCache,
+        staging: Staging,
+        manager: PrefillRuntime,
+        book: PullBook,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._now = now
         self._cache = cache
         self._staging = staging
         self._manager = manager
@@ -96,24 +106,32 @@ class Lender:
         sender.send(staged, is_last=True)
         entry = Entry(room, PullDirection.LENT, taker, "", len(hashes) - first, len(staged))
         self._book.begin(entry)
-        return Loan(sender, staged, entry)
+        return Loan(sender, staged, entry, self._now())
 
     async def settle(self, loan: Loan) -> None:
         """Waits until the room has ended, and gives its pages back by evidence."""
-        sender, entry = loan.sender, loan.entry
         try:
-            await sender.wait_async(UNOPENED_SECONDS, KVPoll.Transferring)
-            if sender.decode_prefix_pages is None:
-                sender.abort(f"nobody opened the room within {UNOPENED_SECONDS:g} s")
-            while not sender.ended:
-                await sender.wait_async(_LOOK_SECONDS)
-                entry.done = sender.pages_done
+            while not self.is_over(loan):
+                await loan.sender.wait_async(_LOOK_SECONDS)
         finally:  # cancelled too: the pages of a room that nobody looks after any more are nobody's
-            sender.close()
-            entry.done = entry.lent if sender.failure is None else sender.pages_done
-            self._forget(entry.peer, entry.lent)
-            self._staging.lending.retire(loan.pages, lambda: sender.release_safe)
-            self._book.end(entry, sender.failure)
+            self.end(loan)
+
+    def is_over(self, loan: Loan) -> bool:
+        """A look at its room, which ends here if its taker did not open it in time."""
+        sender = loan.sender
+        if sender.decode_prefix_pages is None and self._now() - loan.lent_at >= UNOPENED_SECONDS:
+            sender.abort(f"nobody opened the room within {UNOPENED_SECONDS:g} s")
+        loan.entry.done = sender.pages_done
+        return sender.ended
+
+    def end(self, loan: Loan) -> None:
+        """Its pages come back by evidence."""
+        sender, entry = loan.sender, loan.entry
+        sender.close()
+        entry.done = entry.lent if sender.failure is None else sender.pages_done
+        self._forget(entry.peer, entry.lent)
+        self._staging.lending.retire(loan.pages, lambda: sender.release_safe)
+        self._book.end(entry, sender.failure)
 
     def _forget(self, taker: RankRef, pages: int) -> None:
         with self._lock:
@@ -141,3 +159,4 @@ class Loan:
     sender: KVSender
     pages: Sequence[int]
     entry: Entry
+    lent_at: float

@@ -28,6 +28,7 @@ from kvgrpc.prefetch.storage.keys import Keys
 from kvgrpc.prefetch.storage.paged import Tally
 from kvgrpc.pull.model import Found
 from kvgrpc.pull.taker import Taker
+from kvgrpc.pull.waits import ForAnswer, Waiting, blocking
 
 
 class Count(Protocol):
@@ -56,8 +57,15 @@ class PeersBackend:
 
     name = "peers"
 
-    def __init__(self, storage: StorageBackend | None, *, owns_storage: bool = False) -> None:
+    def __init__(
+        self,
+        storage: StorageBackend | None,
+        *,
+        owns_storage: bool = False,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         """``owns_storage``: it is closed with this."""
+        self._now = now
         self._storage = storage
         self._owns_storage = owns_storage
         self._tally = Tally(of_a_store=False)
@@ -137,13 +145,13 @@ class PeersBackend:
     ) -> int:
         """Leading pages that the best holder has, and behind those the ones that storage has."""
         check_keys(keys)
-        end = time.monotonic() + timeout
-        found = self._ask(prompt, first, timeout, only=only)
+        end = self._now() + timeout
+        found = blocking(self._ask(prompt, first, timeout, only=only))
         near = 0 if found is None else min(found.pages - first, len(keys))
         if self._storage is None or near == len(keys):
             return near
         try:
-            return near + self._storage.count_leading(keys[near:], max(0.001, end - time.monotonic()))
+            return near + self._storage.count_leading(keys[near:], max(0.001, end - self._now()))
         except StorageDown:
             if not near:
                 raise
@@ -160,33 +168,34 @@ class PeersBackend:
     ) -> list[PageResult]:
         """Returns what the holder does not bring, storage is asked for."""
         check_batch(keys, pages)
-        end = time.monotonic() + timeout
-        results = self._pull(prompt, first, pages, timeout, only)
+        end = self._now() + timeout
+        results = blocking(self.pulling(prompt, first, pages, timeout, only))
         brought = next((n for n, result in enumerate(results) if not result.ok), len(results))
         self._tally.read(results[:brought])
-        left = end - time.monotonic()
+        left = end - self._now()
         if self._storage is None or brought == len(keys) or left <= 0:
             return results
         return results[:brought] + self._storage.read(keys[brought:], pages[brought:], left)
 
-    def _pull(
+    def pulling(
         self,
         prompt: Sequence[str],
         first: int,
         pages: Sequence[PageBuffers],
         timeout: float,
         only: Collection[str] | None,
-    ) -> list[PageResult]:
+    ) -> Waiting[list[PageResult]]:
         """From one holder, and from another one what that does not bring."""
-        connected, end = self._connected, time.monotonic() + timeout
+        connected, end = self._connected, self._now() + timeout
         brought, failed_with, without = 0, MISSING, set[str]()
         while connected is not None and brought < len(pages) and len(without) < _HOLDERS_OF_A_BATCH:
             at = first + brought
-            found = self._ask(prompt, at, end - time.monotonic(), without, only)
+            found = yield from self._ask(prompt, at, end - self._now(), without, only)
             if found is None:
                 break
             there = min(found.pages - at, len(pages) - brought)
-            taken = connected[1].take(found, prompt, at, pages[brought : brought + there], end - time.monotonic())
+            buffers, left = pages[brought : brought + there], end - self._now()
+            taken = yield from connected[1].taking(found, prompt, at, buffers, left)
             good = sum(result.ok for result in taken)
             brought += good
             if good == len(taken):
@@ -205,7 +214,7 @@ class PeersBackend:
         timeout: float,
         without: Collection[str] = (),
         only: Collection[str] | None = None,
-    ) -> Found | None:
+    ) -> Waiting[Found | None]:
         """The holder of most of a prompt, where that is more than ``first`` pages. Remembered for the batches that
         follow."""
         connected = self._connected
@@ -213,7 +222,7 @@ class PeersBackend:
             return None
         found = self._remembered(prompt, only, without)
         if found is None:
-            found = connected[2](prompt, timeout, without, only)
+            found = yield ForAnswer(connected[2], (prompt, timeout, without, only))
             if found is not None and found.pages > first:
                 self._remember(prompt, only, found)
         return found if found is not None and found.pages > first else None
@@ -225,12 +234,12 @@ class PeersBackend:
         other."""
         with self._lock:
             known = self._asked.get(_question(prompt, only))
-        if known is None or time.monotonic() - known.at >= _FRESH_SECONDS or known.prompt != tuple(prompt):
+        if known is None or self._now() - known.at >= _FRESH_SECONDS or known.prompt != tuple(prompt):
             return None
         return None if known.found.holder.address in without else known.found
 
     def _remember(self, prompt: Sequence[str], only: Collection[str] | None, found: Found) -> None:
-        now, question = time.monotonic(), _question(prompt, only)
+        now, question = self._now(), _question(prompt, only)
         with self._lock:
             self._asked.pop(question, None)
             self._asked[question] = _Asked(tuple(prompt), found, now)

@@ -37,6 +37,11 @@ class SilentHolders:
             if len(self._until) > _MOST:
                 self._until.pop(next(iter(self._until)))
 
+    def unanswered(self, address: str, seconds: float, may_take: float) -> None:
+        """It did not answer within ``seconds``: that says nothing of one that had less time than it ``may_take``."""
+        if seconds >= may_take:
+            self.failed(address)
+
     def forget(self, address: str) -> None:
         """It brought what it lent, or somebody else is there now."""
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvgrpc.errors import Failure, KvGrpcError, ServerDraining
 from kvgrpc.model import RankRef
@@ -13,6 +14,7 @@ from kvgrpc.pull.book import Entry, PullBook
 from kvgrpc.pull.model import Found, Holder, Lent, PullDirection
 from kvgrpc.pull.silent import SilentHolders
 from kvgrpc.pull.staging import Staging
+from kvgrpc.pull.waits import ForAnswer, ForPages, ForRoom, ForTime, Waiting, blocking
 from kvgrpc.transfer import KVReceiver
 from kvgrpc.transfer.protocol.types import MAX_ROOM
 from kvgrpc.transfer.runtime.boundary import DecodeRuntime
@@ -24,7 +26,7 @@ _LOOK_SECONDS = 0.2
 
 
 class Taker:
-    """Takes pages from one holder at a time; thread-safe, its calls wait.
+    """Takes pages from one holder at a time; thread-safe. ``take`` waits, ``taking`` says what for.
 
     ``stall``: seconds without a further page after which a holder is given up. Staging pages, which a holder that fell
     silent may still have, are waited for as long. What is taken is staged, so nothing of the cache waits for evidence.
@@ -38,6 +40,8 @@ class Taker:
         book: PullBook,
         stall: float,
         silent: SilentHolders,
+        now: Callable[[], float] = time.monotonic,
+        new_room: Callable[[], int] = lambda: secrets.randbelow(MAX_ROOM) + 1,
     ) -> None:
         self._manager = manager
         self._staging = staging
@@ -45,36 +49,47 @@ class Taker:
         self._book = book
         self._stall = stall
         self._silent = silent
+        self._now = now
+        self._new_room = new_room
 
     def take(
         self, found: Found, prompt: Sequence[str], first: int, buffers: Sequence[PageBuffers], timeout: float
     ) -> list[PageResult]:
         """Fills ``buffers[i]`` with the page ``prompt[first + i]``; one result each, in order, a prefix of them OK."""
-        began = moved = time.monotonic()
+        return blocking(self.taking(found, prompt, first, buffers, timeout))
+
+    def taking(
+        self, found: Found, prompt: Sequence[str], first: int, buffers: Sequence[PageBuffers], timeout: float
+    ) -> Waiting[list[PageResult]]:
+        """As ``take``."""
+        began = moved = self._now()
         end = moved + timeout
         results: list[PageResult] = []
         while len(results) < len(buffers):
             at = first + len(results)
-            wait = max(0.0, min(self._stall, end - time.monotonic()))
-            landing = self._staging.landing.take(len(buffers) - len(results), wait, leaving_half=True)
+            wait = max(0.0, min(self._stall, end - self._now()))
+            landing = yield ForPages(partial(self._landing_pages, len(buffers) - len(results)), wait)
             if not landing:
                 results += [failed(f"no staging page came back in {wait:.1f} s")] * (len(buffers) - len(results))
                 break
-            count, failure = self._pull(found, prompt, at, landing, buffers[len(results) :], end)
+            count, failure = yield from self._pull(found, prompt, at, landing, buffers[len(results) :], end)
             results += [OK] * count
-            moved = time.monotonic() if count else moved
+            moved = self._now() if count else moved
             if failure is not None and failure.retry_after is not None and self._may_wait(failure, moved, end):
-                time.sleep(failure.retry_after)
+                yield ForTime(failure.retry_after)
             elif count < len(landing) and (failure is not None or not count):
                 why = MISSING if failure is None else failed(failure.message)
                 results += [why] * (len(buffers) - len(results))
         brought = sum(result.ok for result in results)
-        self._book.note_rate(found.holder.engine, brought, time.monotonic() - began)
+        self._book.note_rate(found.holder.engine, brought, self._now() - began)
         return results
+
+    def _landing_pages(self, most: int, timeout: float) -> list[int]:
+        return self._staging.landing.take(most, timeout, leaving_half=True)
 
     def _may_wait(self, failure: Failure, moved: float, end: float) -> bool:
         """True if a holder that is busy may be asked again: it has lent something of late, and there is time."""
-        again = time.monotonic() + (failure.retry_after or 0.0)
+        again = self._now() + (failure.retry_after or 0.0)
         return again < end and again - moved < self._stall
 
     def _pull(
@@ -85,11 +100,12 @@ class Taker:
         landing: list[int],
         buffers: Sequence[PageBuffers],
         end: float,
-    ) -> tuple[int, Failure | None]:
+    ) -> Waiting[tuple[int, Failure | None]]:
         """One room: how many leading pages of ``landing`` came, and what went wrong."""
-        room, holder = secrets.randbelow(MAX_ROOM) + 1, found.holder
+        room, holder = self._new_room(), found.holder
         try:
-            lent = self._lend(found, prompt, first, len(landing), room, end - time.monotonic())
+            arguments = (found, prompt, first, len(landing), room, end - self._now())
+            lent: Lent = yield ForAnswer(self._lend, arguments)
         except KvGrpcError as error:
             self._staging.landing.give_back(landing)
             return 0, Failure.of(error)
@@ -104,15 +120,13 @@ class Taker:
         entry = self._entry(holder, lent.holder, room, len(landing), len(used))
         try:
             receiver.init(used)
-            in_time = self._wait(receiver, entry, end)
-            failure = receiver.failure
-            if failure is None:
+            in_time = yield from self._wait(receiver, entry, end)
+            if receiver.failure is None:
                 self._silent.forget(holder.address)
             elif in_time:
                 self._silent.failed(holder.address)
-            if failure is None:
-                if not self._staging.copy_out(used, buffers[: len(used)]):
-                    failure = Failure.of(ServerDraining("the cache is closing and takes nothing more"))
+            failure = self._copy(receiver, used, buffers)
+            if receiver.failure is None:
                 entry.done = len(used) if failure is None else 0
         finally:
             receiver.close()
@@ -120,13 +134,21 @@ class Taker:
             self._book.end(entry, receiver.failure)
         return (0, failure) if failure is not None else (len(used), None)
 
-    def _wait(self, receiver: KVReceiver, entry: Entry, end: float) -> bool:
+    def _copy(self, receiver: KVReceiver, pages: Sequence[int], buffers: Sequence[PageBuffers]) -> Failure | None:
+        """Where the room brought its pages they are copied; a room that failed brought none."""
+        if receiver.failure is not None:
+            return receiver.failure
+        if not self._staging.copy_out(pages, buffers[: len(pages)]):
+            return Failure.of(ServerDraining("the cache is closing and takes nothing more"))
+        return None
+
+    def _wait(self, receiver: KVReceiver, entry: Entry, end: float) -> Waiting[bool]:
         """Until the room has ended: at the latest when nothing came for as long as a holder may take, or at ``end``;
         False there, whatever the holder would still have sent."""
-        moved = time.monotonic()
+        moved = self._now()
         while not receiver.ended:
-            receiver.wait(_LOOK_SECONDS)
-            now = time.monotonic()
+            yield ForRoom(receiver, _LOOK_SECONDS)
+            now = self._now()
             if receiver.pages_done > entry.done:
                 entry.done, moved = receiver.pages_done, now
             elif now - moved >= self._stall:

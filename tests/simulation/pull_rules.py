@@ -1,0 +1,149 @@
+"""What keeps pulls right, each switched off for a world in which the simulation must notice that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvgrpc.errors import Failure
+from kvgrpc.model import RankId
+from kvgrpc.prefetch.storage.base import PageBuffers, PageResult
+from kvgrpc.pull.holders import check_lent
+from kvgrpc.pull.lender import Lender, Loan
+from kvgrpc.pull.model import Found, Holder, Lent
+from kvgrpc.pull.staging import StagingPages
+from kvgrpc.pull.taker import Taker
+from kvgrpc.transfer import KVReceiver
+from kvgrpc.transfer.protocol.types import RoomKey
+from kvgrpc.transfer.runtime.boundary import EngineHandle
+from tests.simulation.pull_engines import Sending, WatchedSilent
+from tests.simulation.pull_memory import WatchedStaging
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The parts that an engine is made of: the product's own, unless a rule is switched off."""
+
+    staging: type[WatchedStaging] = WatchedStaging
+    lending: type[StagingPages] = StagingPages
+    landing: type[StagingPages] = StagingPages
+    silent: type[WatchedSilent] = WatchedSilent
+    sending: type[Sending] = Sending
+    lender: type[Lender] = Lender
+    taker: type[Taker] = Taker
+    check_lent: Callable[[Lent, Holder, RankId], None] = check_lent
+
+
+class _LendsTheCache(WatchedStaging):
+    """What is lent lies in the cache until it is written."""
+
+    def copy_in(self, pages: Sequence[int], buffers: Iterable[PageBuffers]) -> bool:
+        there = list(buffers)
+        self.__dict__.setdefault("lent", {}).update(zip(pages, there, strict=True))
+        return super().copy_in(pages, there)
+
+    def content(self, page: int) -> bytes:
+        lent = self.__dict__.get("lent", {})
+        if page in lent:
+            super().copy_in([page], [lent[page]])
+        return super().content(page)
+
+
+class _NeverCloses(WatchedStaging):
+    def close(self, seconds: float) -> bool:
+        return True
+
+
+class _BackAtOnce(StagingPages):
+    """Pages of a pull that was given up are given out again without evidence."""
+
+    def retire(self, pages: Sequence[int], release_safe: Callable[[], bool]) -> None:
+        self.give_back(pages)
+
+
+class _TakesAll(StagingPages):
+    def take(self, most: int, timeout: float = 0.0, *, leaving_half: bool = False) -> list[int]:
+        return super().take(most, timeout)
+
+
+class _LendsEverything(Lender):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._share = self._staging.lending.size
+
+
+class _WaitsForTakers(Lender):
+    def is_over(self, loan: Loan) -> bool:
+        return loan.sender.ended
+
+
+class _Patient(Taker):
+    """Waits for a holder that sends nothing."""
+
+    def _wait(self, receiver: KVReceiver, entry: Any, end: float) -> Generator[Any, Any, bool]:
+        stall, self._stall = self._stall, 1e9
+        try:
+            return (yield from super()._wait(receiver, entry, end))
+        finally:
+            self._stall = stall
+
+
+class _Endless(Taker):
+    def taking(
+        self, found: Found, prompt: Sequence[str], first: int, buffers: Sequence[PageBuffers], timeout: float
+    ) -> Generator[Any, Any, list[PageResult]]:
+        return super().taking(found, prompt, first, buffers, 1e9)
+
+
+class _Believes(Taker):
+    """Pages of a room that failed count."""
+
+    def _copy(self, receiver: KVReceiver, pages: Sequence[int], buffers: Sequence[PageBuffers]) -> Failure | None:
+        self._staging.copy_out(pages, buffers[: len(pages)])
+        return None
+
+
+class _AsksForEver(Taker):
+    """Asks a busy holder until the time of the pull is over."""
+
+    def _may_wait(self, failure: Failure, moved: float, end: float) -> bool:
+        return self._now() + (failure.retry_after or 0.0) < end
+
+
+class _AnyTaker(Sending):
+    """A lent room is whosever names it."""
+
+    def claim(self, key: RoomKey, handle: EngineHandle, decode: str) -> None:
+        super().claim(key, handle, "")
+
+
+class _AsksTheSilent(WatchedSilent):
+    def __contains__(self, address: object) -> bool:
+        return False
+
+
+def _believes_holders(lent: Lent, holder: Holder, own: RankId) -> None: ...
+
+
+RULES = Rules()
+# What is switched off, and what the simulation says then.
+OFF: dict[str, tuple[Rules, str]] = {
+    "copies are lent": (replace(RULES, staging=_LendsTheCache), "a write reads a page that is another one now"),
+    "lent pages come back by evidence": (
+        replace(RULES, lending=_BackAtOnce),
+        "a write reads a page that is another one now",
+    ),
+    "landing pages come back by evidence": (replace(RULES, landing=_BackAtOnce), "foreign write"),
+    "an engine has a share": (replace(RULES, lender=_LendsEverything), "more than its share"),
+    "a room that nobody opens ends": (replace(RULES, lender=_WaitsForTakers), "nobody opens"),
+    "a holder that sends nothing is given up": (replace(RULES, taker=_Patient), "is not given up"),
+    "a pull has an end": (replace(RULES, taker=_Endless), "does not end"),
+    "a room that failed brought nothing": (replace(RULES, taker=_Believes), "wrong byte"),
+    "a busy holder is asked for a while": (replace(RULES, taker=_AsksForEver), "busy holder"),
+    "a lent room is its taker's": (replace(RULES, sending=_AnyTaker), "went to another engine"),
+    "a silent holder is left alone": (replace(RULES, silent=_AsksTheSilent), "silent holder is asked"),
+    "a pull leaves landing pages": (replace(RULES, landing=_TakesAll), "takes all landing pages"),
+    "nothing is copied after the close": (replace(RULES, staging=_NeverCloses), "memory that was freed"),
+    "a holder speaks for itself": (replace(RULES, check_lent=_believes_holders), "another's address"),
+}
