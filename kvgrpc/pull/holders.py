@@ -52,6 +52,7 @@ class Holders:
     def __init__(
         self,
         ref: RankRef,
+        layout: Layout,
         model: ModelIdentity,
         identity: PageIdentity,
         config: PullConfig,
@@ -61,7 +62,8 @@ class Holders:
         """``model_name``: by which the registry, and so an index, knows our model; empty: by none."""
         self._ref = ref
         self._model = model
-        self._identity = wire.identity_to_pb(identity)
+        self._layout = layout
+        self._identity, self._replicated = wire.identity_to_pb(identity), identity.replicated
         self._config = config
         self._channels = ChannelPool(open_channel)
         # Calls under way, by address; and the registry that is read.
@@ -186,15 +188,33 @@ class Holders:
             return
         now = self._engines[name] = engine_from_pb(engine, self._pools)
         old = {} if before is None else {row.endpoints.grpc: row.ref for row in before.rows}
+        self._say_unlike(now)
         for row in now.rows:
             if old.get(row.endpoints.grpc) != row.ref:
                 self.silent.forget(row.endpoints.grpc)
+
+    def _say_unlike(self, engine: ResolvedEngine) -> None:
+        """One of our model that lends, and is never asked."""
+        unlike = self._unlike(engine)
+        if unlike is not None and not self._model.differences(engine.model) and _lends(engine):
+            self._lines.warning(
+                f"sizes of {engine.name}", f"pages of {engine.name} are not taken: {one_line(str(unlike))}"
+            )
+
+    def _unlike(self, engine: ResolvedEngine) -> InvalidRequest | None:
+        """The first of its parallel sizes that is another one than ours: its pages have other bytes. Where all tp ranks
+        hold the same bytes, how many there are does not matter."""
+        for axis in ("tp", "pp", "cp"):
+            theirs, ours = getattr(engine.layout, axis), getattr(self._layout, axis)
+            if theirs != ours and not (axis == "tp" and self._replicated):
+                return InvalidRequest.of(f"identity.{axis}_size", theirs, f"{ours}, as this cache's pages have")
+        return None
 
     def _of(self, engine: ResolvedEngine) -> Iterator[Holder]:
         own, wanted = self._ref.rank, self._config.engines
         if engine.name == own.engine or (wanted and engine.name not in wanted):
             return
-        if self._model.differences(engine.model):
+        if self._model.differences(engine.model) or self._unlike(engine) is not None:
             return
         for row in engine.rows:
             rank = row.ref.rank
@@ -233,6 +253,10 @@ class Holders:
         self._known[holder.sessions] = PrefillEngine(ref.rank.engine, layout, {ref.rank[1:]: target})
         if len(self._known) > _REMEMBERED:
             self._known.pop(next(iter(self._known)))
+
+
+def _lends(engine: ResolvedEngine) -> bool:
+    return any(row.endpoints.cache for row in engine.rows)
 
 
 def check_lent(lent: Lent, holder: Holder, own: RankId) -> None:

@@ -15,11 +15,12 @@ MAX_PAGES = 65_536
 NAME_BYTES = 32
 _HASH_BYTES = 32
 _SHOWN_CHARS = 200
-# Field of the message -> field of PageIdentity; the others of that have no part in a prefix cache.
+# Field of the message -> field of PageIdentity; the others of that have no part in a prefix cache. Layout comes last:
+# another size makes it another one too.
 _IDENTITY = {
-    **{name: name for name in ("model", "revision", "dtype", "layout")},
+    **{name: name for name in ("model", "revision", "dtype")},
     "page_tokens": "page_size",
-    **{name: name for name in ("tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size")},
+    **{name: name for name in ("tp_size", "tp_rank", "pp_size", "pp_rank", "cp_size", "cp_rank", "layout")},
 }
 # Where the tp ranks hold the same bytes, which of them asks does not matter.
 _OF_HEADS = ("tp_rank", "tp_size")

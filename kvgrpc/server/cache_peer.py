@@ -87,7 +87,7 @@ class CachePeer:
         self._staging = staging
         self._keys, identity = lends.keys, lends.keys.identity
         model = replace(config.model, name=config.model.name or identity.model)
-        self._holders = Holders(ref, model, identity, pull, self._open_channel, config.model.name)
+        self._holders = Holders(ref, config.layout, model, identity, pull, self._open_channel, config.model.name)
         transfer = _transfer_config(config, ref, staging, model)
         self._sending = PrefillManager(transfer, self.plane, self._loop)
         self._receiving = DecodeManager(transfer, self.plane, self._loop, self._resolve, self._session_channel)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvgrpc.cli.main import main
-from kvgrpc.model import RankId, RankRef
+from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.observability.metrics import REGISTRY
 from kvgrpc.prefetch.model import OperationKind, OperationState
 from kvgrpc.pull import lender
@@ -24,7 +24,7 @@ from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import pull_service_pb2 as pb
 from kvgrpc.v1.pull_service_pb2_grpc import PullServiceStub
 from kvgrpc.wire import rank_ref_to_pb
-from tests.support.cache_serving import LIMITS, CacheRank, hashes_of, open_cache_rank, prompt
+from tests.support.cache_serving import LIMITS, SHAPE, CacheRank, hashes_of, open_cache_rank, prompt
 from tests.support.waiting import wait_until
 
 PULL = PullConfig(staging_pages=16, answer_timeout=5.0)
@@ -241,7 +241,7 @@ def refused(rank: CacheRank, **changes: Any) -> dict[str, str]:
         ({"dtype": "float64"}, "identity.dtype"),
         ({"layout": "of another engine"}, "identity.layout"),
         ({"tp_size": 2}, "identity.tp_size"),
-        ({"tp_rank": 1, "tp_size": 2}, "identity.tp_rank"),
+        ({"tp_rank": 1, "tp_size": 2, "layout": "half of the heads"}, "identity.tp_size"),
         ({"pp_size": 2}, "identity.pp_size"),
         ({"cp_size": 2}, "identity.cp_size"),
         ({"page_tokens": 5}, "identity.page_tokens"),
@@ -257,6 +257,22 @@ def refused(rank: CacheRank, **changes: Any) -> dict[str, str]:
 )
 def test_bad_input_is_refused_with_its_field(fleet: Fleet, changes: dict[str, Any], field: str) -> None:
     assert refused(fleet.open("holder"), **changes)["field"] == field
+
+
+def test_an_engine_of_another_tensor_parallel_size_is_refused_with_that_field_and_not_asked(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    taker = fleet.open("taker")
+    half = replace(
+        SHAPE, components=tuple(replace(each, layer_bytes=each.layer_bytes // 2) for each in SHAPE.components)
+    )
+    two = fleet.open("two", layout=Layout(tp=2), shape=half)
+    wait_until(lambda: "pages of two are not taken: INVALID_REQUEST: identity.tp_size" in caplog.text, 10.0)
+    assert not peer_of(taker)._holders.candidates() and not peer_of(two)._holders.candidates()
+    request = pb.CountPagesRequest(identity=identity_to_pb(two.manager.keys.identity), page_hashes=[bytes(32)])
+    with grpc.insecure_channel(taker.address) as channel, pytest.raises(grpc.RpcError) as error:
+        PullServiceStub(channel).CountPages(request, timeout=10.0)
+    assert error_from(error.value).metadata["field"] == "identity.tp_size"
 
 
 def test_a_room_that_nobody_opens_gives_its_pages_back(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
