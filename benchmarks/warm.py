@@ -1,33 +1,55 @@
-"""First tokens of a real SGLang engine that a router has warmed: ``python -m benchmarks.warm [--store file|mooncake]``.
+"""First tokens of a real engine that a router has warmed: ``python -m benchmarks.warm [--store file|mooncake]``.
 
-Each prompt is computed once, written to storage and dropped from device and host; then it is asked for again, without
-storage's help (another prompt of that length), with SGLang's own prefetch when the request comes, and after a router's
-StartPrefetch has ended. The engine's own counter says how many tokens were cached; its tokens are compared.
+In the environment of ``make bench-engines`` whose engine it is to be, SGLang's or vLLM's. Each prompt is computed once,
+written to storage and dropped from device and host; then it is asked for again: with the engine's own look at storage
+when the request comes, and after a router's StartPrefetch has ended. The engine's own counter says how many tokens were
+cached; its tokens are compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from kvgrpc.client import SyncClient
+from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import prefetch_service_pb2 as proto
 from tests.engines.engine import LOCAL, PAGE, Engine, Request
 from tests.engines.model import WIDE, Reference
-from tests.engines.test_sglang_hierarchical import started
-from tests.engines.test_sglang_prefetch import cache_address
 from tests.support.waiting import wait_until
 
+ENGINE = "sglang" if find_spec("sglang") else "vllm"
 LENGTHS = (256, 512, 1024, 2048, 4096)
 ROUNDS = 5
 NEW_TOKENS = 4
-LARGEST_SECONDS = 120.0
-SIZES = {"context_length": 8192, "max_total_tokens": 10240, "chunked_prefill_size": 8192, "max_prefill_tokens": 8192}
+LARGEST_SECONDS = 300.0
+LONGEST = 8192
+SGLANG_SIZES = {
+    "context_length": LONGEST,
+    "max_total_tokens": LONGEST + 2048,
+    "chunked_prefill_size": LONGEST,
+    "max_prefill_tokens": LONGEST,
+}
+TOKEN_BYTES = 32 << 10
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """An engine, where its cache is served, and its tokens of a page."""
+
+    engine: Engine
+    address: str
+    page: int
+    is_empty: Callable[[float], bool]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -38,13 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name, storage(given.store, Path(name)) as where:
         reference = Reference(Path(name), WIDE)
-        engine = started(Path(name), reference, environment={"KVGRPC_CACHE_LISTEN": f"{LOCAL}:0"}, sizes=SIZES, **where)
-        try:
-            engine.wait_ready()
-            with SyncClient(cache_address(engine), timeout=60) as router:
-                measure(engine, router, reference, given.lengths, given.rounds)
-        finally:
-            engine.close()
+        opened = {"sglang": sglang, "vllm": vllm}[ENGINE]
+        with opened(Path(name), reference, where) as warmed, SyncClient(warmed.address, timeout=60) as router:
+            print(f"{ENGINE}, {given.store}, load {os.getloadavg()[0]:.0f}")
+            measure(warmed, router, reference, given.lengths, given.rounds)
+            print(f"load {os.getloadavg()[0]:.0f} at the end")
 
 
 @contextlib.contextmanager
@@ -58,30 +78,94 @@ def storage(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
         yield {"storage": "mooncake", "storage_config": {"master": store.address}}
 
 
-def measure(engine: Engine, router: SyncClient, reference: Reference, lengths: Sequence[int], rounds: int) -> None:
-    print("| prompt | computed | prefetched when it comes | warmed by a router | order took | cached then |")
+@contextlib.contextmanager
+def sglang(folder: Path, reference: Reference, where: Mapping[str, Any]) -> Iterator[Warmed]:
+    from tests.engines.test_sglang_hierarchical import started
+    from tests.engines.test_sglang_prefetch import cache_address
+
+    listens = {"KVGRPC_CACHE_LISTEN": f"{LOCAL}:0"}
+    engine = started(folder, reference, environment=listens, sizes=SGLANG_SIZES, **where)
+    try:
+        engine.wait_ready()
+        yield Warmed(engine, cache_address(engine), PAGE, engine.is_empty)
+    finally:
+        engine.close()
+
+
+@contextlib.contextmanager
+def vllm(folder: Path, reference: Reference, where: Mapping[str, Any]) -> Iterator[Warmed]:
+    from tests.engines.test_vllm_prefetch import address
+    from tests.engines.vllm_engine import BLOCK
+
+    registry = RegistryServer([f"{LOCAL}:0"]).open()
+    tier = {"type": "KvGrpcTier", "module_path": "kvgrpc.engines.vllm.tier", **where}
+    engine = vllm_engine("P0", folder, reference.path, registry.address, tier, {})
+    try:
+        engine.wait_ready()
+        yield Warmed(engine, address(registry.address), BLOCK, partial(engine.is_empty, host=True))
+    finally:
+        engine.close()
+        registry.close()
+
+
+def vllm_engine(
+    name: str, folder: Path, model: Path, registry: str, tier: Mapping[str, Any], orders: Mapping[str, Any]
+) -> Engine:
+    """One with a host cache for the longest prompts, that tier, and orders that are found at the registry."""
+    from tests.engines.vllm_engine import BLOCK, VllmEngine, vllm_arguments
+
+    served = {
+        "type": "KvGrpcOrders",
+        "module_path": "kvgrpc.engines.vllm.orders",
+        "engine": name,
+        "registry": registry,
+        "limits": {"threshold_tokens": BLOCK},
+        **orders,
+    }
+    offloading = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOnCpu",
+            "spec_module_path": "tests.engines.vllm_offloading_on_cpu",
+            "cpu_bytes_to_use": 2 * LONGEST * TOKEN_BYTES,
+            "secondary_tiers": [tier, served],
+        },
+    }
+    sizes = {
+        "max_model_len": LONGEST,
+        "max_num_batched_tokens": 2048,
+        "num_gpu_blocks_override": 2 * LONGEST // BLOCK + 1,
+        "kv_transfer_config": offloading,
+    }
+    return VllmEngine(name, folder, {**vllm_arguments(model, 1), **sizes})
+
+
+def measure(warmed: Warmed, router: SyncClient, reference: Reference, lengths: Sequence[int], rounds: int) -> None:
+    engine = warmed.engine
+    print("| prompt | computed | its own look at storage | warmed by a router | order took | cached then |")
     print("|---:|---:|---:|---:|---:|---:|", flush=True)
     for length in lengths:
         first_token(engine, prompt_of(reference, length))  # kernels of that size are compiled
-        computed, comes, warmed, took, cached = [], [], [], [], set[int]()
+        computed, comes, after, took, cached = [], [], [], [], set[int]()
         for _ in range(rounds):
             prompt = prompt_of(reference, length)
             before = first_token(engine, prompt)
             computed.append(before[0])
-            in_storage_alone(engine, router, prompt)
+            in_storage_alone(warmed, router, prompt)
             seconds, again = first_token(engine, prompt)
             comes.append(seconds)
             assert again.tokens == before[1].tokens and again.cached, (again.tokens, again.cached)
-            in_storage_alone(engine, router, prompt)
+            in_storage_alone(warmed, router, prompt)
             operation = ended(router, router.start_prefetch(proto.PromptPages(tokens=prompt)))
             assert operation.state == proto.OPERATION_STATE_DONE, operation
             took.append(operation.took.ToMicroseconds() / 1e6)
             seconds, again = first_token(engine, prompt)
-            warmed.append(seconds)
+            after.append(seconds)
             cached.add(again.cached)
             assert again.tokens == before[1].tokens, (again.tokens, before[1].tokens)
-            assert engine.is_empty()
-        cells = [f"{statistics.median(each) * 1e3:.0f} ms" for each in (computed, comes, warmed, took)]
+            assert warmed.is_empty(20)
+        cells = [f"{statistics.median(each) * 1e3:.0f} ms" for each in (computed, comes, after, took)]
         print(f"| {length} | {' | '.join(cells)} | {' '.join(map(str, sorted(cached)))} |", flush=True)
 
 
@@ -97,14 +181,15 @@ def first_token(engine: Engine, prompt: list[int]) -> tuple[float, Request]:
     return request.first - request.sent, request
 
 
-def in_storage_alone(engine: Engine, router: SyncClient, prompt: list[int]) -> None:
-    pages, whole = proto.PromptPages(tokens=prompt), len(prompt) // PAGE
+def in_storage_alone(warmed: Warmed, router: SyncClient, prompt: list[int]) -> None:
+    pages, whole = proto.PromptPages(tokens=prompt), len(prompt) // warmed.page
 
     def there() -> bool:
-        assert engine.is_empty(60)
+        assert warmed.is_empty(60)
         found = router.lookup(pages)
-        return (found.host_pages, found.storage_pages) == (0, whole)
+        return (found.device_pages, found.host_pages, found.storage_pages) == (0, 0, whole)
 
+    wait_until(lambda: router.lookup(pages).storage_pages == whole, 60)
     wait_until(there, 60)
 
 

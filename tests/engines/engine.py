@@ -132,11 +132,12 @@ class Engine:
     def abort(self, request: Request) -> None:
         self._send({"op": "abort", "id": request.number})
 
-    def is_empty(self, seconds: float = 20.0) -> bool:
-        """Whether every page of the pool is free again once the prefix cache was emptied, within that time."""
+    def is_empty(self, seconds: float = 20.0, host: bool = False) -> bool:
+        """Whether every page of the pool is free again once the prefix cache was emptied, within that time. ``host``:
+        vLLM's host memory is emptied too; SGLang's always is."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            flushed, used = self._ask("flush"), self._ask("used")
+            flushed, used = self._ask("flush", host=host), self._ask("used")
             flushed.result(10)
             used.result(10)
             if flushed.value and used.value == 0:

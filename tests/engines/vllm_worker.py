@@ -48,7 +48,7 @@ class VllmWorker(Worker):
 
     async def _flush(self, message: dict[str, Any]) -> bool:
         """Empties the prefix cache; false while any block is in use."""
-        return bool(await self._engine.reset_prefix_cache())
+        return bool(await self._engine.reset_prefix_cache(reset_connector=message["host"]))
 
 
 if __name__ == "__main__":

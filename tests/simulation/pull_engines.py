@@ -332,11 +332,11 @@ class Engine:
         self.known: dict[str, Target] = {}
         self.silent = rules.silent(self.clock)
         self.sending, self.receiving = rules.sending(holder), Receiving(taker)
-        self.lender: Lender = rules.lender(self.cache, self.staging, self.sending, self.book, self.clock)
+        self.lender: Lender = rules.lender(self.cache, self.staging, cast(Any, self.sending), self.book, self.clock)
         self.pulls: Taker = rules.taker(
-            self.receiving,
+            cast(Any, self.receiving),
             self.staging,
-            self.ask_to_lend,
+            cast(Any, self.ask_to_lend),
             self.book,
             STALL,
             self.silent,
