@@ -61,7 +61,7 @@ class Taker:
     def taking(
         self, found: Found, prompt: Sequence[str], first: int, buffers: Sequence[PageBuffers], timeout: float
     ) -> Waiting[list[PageResult]]:
-        """As ``take``."""
+        """``take`` as a pull that says what it waits for."""
         began = moved = self._now()
         end = moved + timeout
         results: list[PageResult] = []

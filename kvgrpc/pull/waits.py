@@ -1,4 +1,4 @@
-"""What a pull waits for, as values: whoever drives it waits with a thread, or in a simulation with none."""
+"""The waits of a pull, as values: whoever drives it waits with a thread, or in a simulation with none."""
 
 from __future__ import annotations
 
