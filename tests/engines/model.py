@@ -145,7 +145,7 @@ class RecurrentReference(Reference):
             lfm.update(block_auto_adjust_ff_dim=False, tie_word_embeddings=True)
             return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**{**common, **wide, **lfm}))
         if self._kind == "MAMBA2":
-            granite = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 32}
+            granite = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 32}
             granite.update(num_local_experts=0, shared_intermediate_size=2 * size.hidden)
             config = transformers.GraniteMoeHybridConfig(**{**common, **wide, **granite}, attention_multiplier=0.25)
             return transformers.GraniteMoeHybridForCausalLM(config)
