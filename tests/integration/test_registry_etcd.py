@@ -240,6 +240,20 @@ class TestReplicasAreOneRegistry:
         error = await failure(there.register(row(epoch=5)))
         assert isinstance(error, StaleEpoch) and error.metadata["currentEpoch"] == "6"
 
+    async def test_ranks_that_both_remove_at_once_are_gone_and_counted_once(self, replicas: list[Replica]) -> None:
+        here, there = replicas
+        layout = Layout(tp=6)
+        for tp in range(6):
+            await here.register(row(tp=tp, layout=layout))
+        await until(lambda: all(len(replica.known()) == 6 for replica in replicas))
+        refs = [rank_ref_to_pb(row(tp=tp).ref) for tp in range(6)]
+        answers = await asyncio.gather(
+            here.stub.Deregister(pb.DeregisterRequest(ranks=[*refs[:4], refs[0]]), timeout=20),
+            there.stub.Deregister(pb.DeregisterRequest(ranks=refs[2:]), timeout=20),
+        )
+        assert sum(answer.removed for answer in answers) == 6
+        await until(lambda: not any(replica.known() for replica in replicas))
+
     async def test_ranks_of_one_engine_that_register_everywhere_at_once_have_one_shape(
         self, replicas: list[Replica]
     ) -> None:

@@ -139,11 +139,11 @@ class EtcdStore:
 
     async def deregister(self, refs: Iterable[RankRef]) -> int:
         self._check_current()
-        found = [self._view.table.leased(ref.rank) for ref in refs if self._has(ref)]
-        rows = [leased.row for leased in found if leased is not None]
+        different = list(dict.fromkeys(refs))  # etcd takes a key once in a transaction
+        end = asyncio.get_running_loop().time() + WRITE_SECONDS
         removed = 0
-        for chunk in transactions.chunks(rows):
-            removed += await self._remove([row for _, row in chunk])
+        for first in range(0, len(different), transactions.ROWS_PER_TRANSACTION):
+            removed += await self._remove(different[first : first + transactions.ROWS_PER_TRANSACTION], end)
         return removed
 
     async def _put(self, rows: Sequence[RankRow]) -> set[int]:
@@ -181,14 +181,21 @@ class EtcdStore:
             revision = await self._transact(request)
         return revision
 
-    async def _remove(self, rows: Sequence[RankRow]) -> int:
-        revisions = [self._view.fences.get(row.ref.rank, NO_FENCE).revision for row in rows]
-        try:
-            revision = await self._transact(transactions.removal(self._keys, rows, revisions))
-        except _Refused:
-            return 0
-        await self._view.reached(revision, WRITE_SECONDS)
-        return len(rows)
+    async def _remove(self, refs: Sequence[RankRef], end: float) -> int:
+        """Removes those that are there, until ``end``, and returns how many. One that another replica removed or that
+        registered anew meanwhile is no longer there, and costs the others nothing."""
+        while rows := self._rows_of(refs):
+            revisions = [self._view.fences.get(row.ref.rank, NO_FENCE).revision for row in rows]
+            try:
+                revision = await self._transact(transactions.removal(self._keys, rows, revisions))
+            except _Refused:
+                if asyncio.get_running_loop().time() > end:
+                    raise self._unavailable("others change the same engines all the time") from None
+                await self._view.moved(_CATCH_UP_SECONDS)
+            else:
+                await self._view.reached(revision, WRITE_SECONDS)
+                return len(rows)
+        return 0
 
     async def _transact(self, request: pb.TxnRequest) -> int:
         """The revision that it made. Raises _Refused when what it was decided on has changed."""
@@ -210,9 +217,9 @@ class EtcdStore:
         assert known is not None
         return known.lease_id
 
-    def _has(self, ref: RankRef) -> bool:
-        known = self._view.table.leased(ref.rank)
-        return known is not None and known.row.ref == ref
+    def _rows_of(self, refs: Sequence[RankRef]) -> list[RankRow]:
+        found = [self._view.table.leased(ref.rank) for ref in refs]
+        return [leased.row for leased, ref in zip(found, refs, strict=True) if leased and leased.row.ref == ref]
 
     def _leases_of(self, rows: Sequence[RankRow]) -> set[int]:
         return {etcd_lease(self._lease_of(row)) for row in rows}
