@@ -228,11 +228,14 @@ class Rank(Generic[Transfer]):
         registration = self._new_registration()
         if registration is not None:
             await registration.start(min(self.config.start_timeout, _UNDRAIN_SECONDS))
-        await end_drain()
-        if self._end.begun:
+        try:
+            await end_drain()
+            if self._end.begun:
+                raise ServerDraining(f"{self.ref} is about to end")
+        except BaseException:  # cancelled too: nobody else knows of the registration yet
             if registration is not None:
                 await registration.close()
-            raise ServerDraining(f"{self.ref} is about to end")
+            raise
         self._parts.registration = registration
         self._end.serve_again()
         listener.undrain()

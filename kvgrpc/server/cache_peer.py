@@ -150,8 +150,8 @@ class CachePeer:
         self.undrain_now()
 
     def undrain_now(self) -> None:
-        """Lends and takes again, unless it has ended."""
-        if self._ended:
+        """Lends and takes again, unless it does or has ended."""
+        if self._ended or not self._listener.draining:
             return
         for each in (self._sending, self._receiving):
             each.undrain()

@@ -60,6 +60,7 @@ class CacheServer:
         self._servicer = PrefetchServicer(cache)
         self._listener = Listener({_SERVICES[0]: lambda: cache.healthy}, Admission(config.call_limits))
         self._registration: Registration | None = None
+        self._leaving: asyncio.Task[None] | None = None
         self._registering: asyncio.Task[None] | None = None
         self._pulls = pulls
         self._peer: CachePeer | None = None
@@ -91,6 +92,8 @@ class CacheServer:
         await end_drain()
         if not self._listener.draining:
             return
+        if self._leaving is not None:
+            await asyncio.shield(self._leaving)  # its Deregister would take the new row
         self._servicer.undrain()
         if self._peer is not None:
             self._peer.undrain_now()
@@ -157,7 +160,9 @@ class CacheServer:
             await asyncio.wait([self._registering])
         registration, self._registration = self._registration, None
         if registration is not None:
-            await registration.close()
+            self._leaving = background(registration.close(), "cache-leaves-registry")
+        if self._leaving is not None:
+            await asyncio.shield(self._leaving)  # an Undrain cancels the drain
 
     async def _close(self, deadline: float) -> None:
         self._closing = True

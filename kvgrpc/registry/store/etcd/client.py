@@ -97,7 +97,8 @@ class EtcdClient:
                 raise
             raise self.unavailable(address, "another call found that it does not answer") from None
         except grpc.aio.AioRpcError as error:
-            self._leave(channel)
+            if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:  # that is an answer, as any member would give it
+                self._leave(channel)
             raise self.unavailable(address, error.details() or error.code().name) from None
         except (asyncio.TimeoutError, asyncio.InvalidStateError):
             self._leave(channel)

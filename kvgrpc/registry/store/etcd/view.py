@@ -20,7 +20,7 @@ from kvgrpc.registry.model import Absence, RankRow, engine_differences
 from kvgrpc.registry.owners import Owners
 from kvgrpc.registry.store.etcd.client import CALL_SECONDS, EtcdClient, WatchCall
 from kvgrpc.registry.store.etcd.keys import EtcdKeys, after, lease_id
-from kvgrpc.registry.store.etcd.transactions import Fence, naming
+from kvgrpc.registry.store.etcd.transactions import NO_FENCE, Fence, naming
 from kvgrpc.registry.store.etcd.v1 import etcd_pb2 as pb
 from kvgrpc.registry.table import EngineTable
 from kvgrpc.rpc.loop import background
@@ -102,13 +102,21 @@ class EtcdView:
     async def _load(self) -> None:
         """Takes all that is there now in the place of what was known."""
         header, found = await self._client.read(self._keys.prefix)
-        self.fences, self.shapes = {}, {}
-        there = {key_value.key for key_value in found}
+        before, self.fences, self.shapes = self.fences, {}, {}
+        there = {key_value.key: key_value for key_value in found}
+
+        def removed_at(rank: RankId) -> int:
+            """The revision in which its fence was written again for the same epoch, as a removal does; 0: in none."""
+            fence, known = there.get(self._keys.fence(rank)), before.get(rank, NO_FENCE)
+            is_rewritten = fence is not None and fence.mod_revision > known.revision
+            return fence.mod_revision if fence and is_rewritten and int(fence.value) == known.epoch else 0
+
         # Of the table: rows that somebody copied without their leases share one of ours.
         known = self.table.list_engines(None, "", self.table.engines, rows=True)
         ranks = [row.ref.rank for engine in known for row in engine.rows]
         gone = [rank for rank in ranks if self._keys.row(rank) not in there]
-        self._apply([*(pb.Event(type=pb.Event.PUT, kv=key_value) for key_value in found), *map(self._gone, gone)])
+        puts = [pb.Event(type=pb.Event.PUT, kv=key_value) for key_value in found]
+        self._apply([*puts, *(self._gone(rank, removed_at(rank)) for rank in gone)])
         self._cluster = header.cluster_id
         self._move(header.revision)
 
@@ -248,8 +256,8 @@ class EtcdView:
             self._away = False
             self._lines.say(logging.INFO, "etcd", f"etcd answers again, at {self._client.address}")
 
-    def _gone(self, rank: RankId) -> pb.Event:
-        return pb.Event(type=pb.Event.DELETE, kv=pb.KeyValue(key=self._keys.row(rank)))
+    def _gone(self, rank: RankId, revision: int) -> pb.Event:
+        return pb.Event(type=pb.Event.DELETE, kv=pb.KeyValue(key=self._keys.row(rank), mod_revision=revision))
 
     def _move(self, revision: int) -> None:
         self.revision = revision
