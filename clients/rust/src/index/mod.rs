@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use tokio::task::JoinHandle;
 
 use crate::index::discovery::{begin, Shared};
-use crate::index::planning::{placements, Planner};
+use crate::index::planning::{placements, Given, PlanId, Planner};
 use crate::pb::{self, IndexSourceState};
 use crate::{Dialer, Error};
 
@@ -149,21 +149,17 @@ impl PrefixIndex {
         max_staleness: Option<Duration>,
         reserve: bool,
     ) -> Result<Vec<Vec<pb::Placement>>, ModelNeeded> {
-        let (now, mut planner) = (Instant::now(), self.planner.lock());
-        let mut given = planner.given(now);
-        let mut plans = Vec::with_capacity(questions.len());
-        for asked in questions {
-            let table = self.shared.table.read();
-            let found = placements(asked, &table.holdings(&asked.question, max_staleness, now)?, &given);
-            if let Some(best) = found.first() {
-                given.add(best);
-                if reserve {
-                    planner.reserve(best, now);
-                }
-            }
-            plans.push(found);
-        }
+        let mut planning = self.begin_plan(max_staleness, reserve);
+        let plans = questions.iter().map(|asked| planning.place(asked)).collect::<Result<_, _>>()?;
+        planning.keep();
         Ok(plans)
+    }
+
+    /// The same, request after request: for whoever leaves time to others between.
+    pub fn begin_plan(&self, max_staleness: Option<Duration>, reserve: bool) -> Planning<'_> {
+        let (now, mut planner) = (Instant::now(), self.planner.lock());
+        let (given, reserved) = (planner.given(now), reserve.then(|| planner.begin()));
+        Planning { index: self, now, max_staleness, given, reserved }
     }
 
     /// All caches that are followed, by engine and dp.
@@ -198,6 +194,44 @@ impl PrefixIndex {
     pub async fn until_current(&self, caches: usize) {
         while self.standing().0 < caches {
             tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+}
+
+/// A plan that is made, request after request. Dropped before it was kept it leaves nothing reserved.
+pub struct Planning<'a> {
+    index: &'a PrefixIndex,
+    now: Instant,
+    max_staleness: Option<Duration>,
+    given: Given,
+    reserved: Option<PlanId>,
+}
+
+impl Planning<'_> {
+    /// Where to run the next request, the best first. What this gives an engine counts for the one after it.
+    pub fn place(&mut self, asked: &PlanQuestion) -> Result<Vec<pb::Placement>, ModelNeeded> {
+        let table = self.index.shared.table.read();
+        let found = placements(asked, &table.holdings(&asked.question, self.max_staleness, self.now)?, &self.given);
+        drop(table);
+        if let Some(best) = found.first() {
+            self.given.add(best);
+            if let Some(plan) = self.reserved {
+                self.index.planner.lock().reserve(plan, best, self.now);
+            }
+        }
+        Ok(found)
+    }
+
+    /// Whoever asked has the whole plan, and does as it says.
+    pub fn keep(mut self) {
+        self.reserved = None;
+    }
+}
+
+impl Drop for Planning<'_> {
+    fn drop(&mut self) {
+        if let Some(plan) = self.reserved {
+            self.index.planner.lock().take_back(plan);
         }
     }
 }

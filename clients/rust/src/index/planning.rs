@@ -68,9 +68,15 @@ pub(crate) fn calculable(mut load: pb::EngineLoad) -> pb::EngineLoad {
 #[derive(Default)]
 pub(crate) struct Planner {
     reserved: HashMap<CacheKey, Vec<Reserved>>,
+    plans: u64,
 }
 
+/// Names one plan among those that reserve.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PlanId(u64);
+
 struct Reserved {
+    plan: PlanId,
     at: Instant,
     tokens: u64,
     pulls: u32,
@@ -98,15 +104,28 @@ impl Planner {
         given
     }
 
+    pub(crate) fn begin(&mut self) -> PlanId {
+        self.plans += 1;
+        PlanId(self.plans)
+    }
+
     /// Who asked does as this placement says.
-    pub(crate) fn reserve(&mut self, chosen: &pb::Placement, now: Instant) {
+    pub(crate) fn reserve(&mut self, plan: PlanId, chosen: &pb::Placement, now: Instant) {
         let mut add = |key, tokens, pulls| {
-            self.reserved.entry(key).or_default().push(Reserved { at: now, tokens, pulls });
+            self.reserved.entry(key).or_default().push(Reserved { plan, at: now, tokens, pulls });
         };
         add(CacheKey { engine: chosen.engine.clone(), dp: chosen.dp }, chosen.compute_tokens, 0);
         if let Some(pull) = &chosen.pull {
             add(CacheKey { engine: pull.engine.clone(), dp: pull.dp }, 0, 1);
         }
+    }
+
+    /// Nobody does as this plan says.
+    pub(crate) fn take_back(&mut self, plan: PlanId) {
+        self.reserved.retain(|_, reserved| {
+            reserved.retain(|each| each.plan != plan);
+            !reserved.is_empty()
+        });
     }
 }
 

@@ -1,7 +1,7 @@
 //! The caches that are followed over one table of blocks, and what is asked of them.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::{Duration, Instant};
 
 use crate::blocks::{Blocks, Owner};
@@ -209,7 +209,8 @@ impl Table {
         let mut held = Vec::new();
         for (size, caches) in by_size {
             let (hashes, stride, step) = chain_of(question, size).unwrap_or((&[], 1, 0));
-            let is_asked = |followed: &Followed| caches.iter().any(|asked| std::ptr::eq(*asked, followed));
+            let asked: HashSet<*const Followed> = caches.iter().copied().map(std::ptr::from_ref).collect();
+            let is_asked = |followed: &Followed| asked.contains(&std::ptr::from_ref(followed));
             let mut scores = Vec::new();
             self.found(hashes, stride, step, is_asked, &mut scores);
             let mut ends: HashMap<&CacheKey, [usize; REACHES]> =

@@ -11,7 +11,7 @@ use crate::index::engines::EngineMirror;
 use crate::index::followed::HIDE_AFTER;
 use crate::index::planning::{placements, Given, Holding};
 use crate::index::table::Table;
-use crate::index::{saved, CacheKey, CachePlace, IndexOptions, PlanQuestion, Question, Wanted};
+use crate::index::{saved, CacheKey, CachePlace, IndexOptions, PlanQuestion, PrefixIndex, Question, Wanted};
 use crate::pb::{self, watch_response::Kind, IndexSourceState as State, WatchResponse};
 use crate::watch::{Cause, Item};
 use crate::{BlockHash, BlockStored, Dialer, Event, Options};
@@ -206,6 +206,44 @@ fn a_prompt_has_its_own_tokens_whatever_the_pages_of_a_cache() {
     assert_eq!(left(1600, 64, 0), 1600, "100 hashes are of pages of 16");
     assert_eq!((left(1600, 16, 90), left(0, 16, 90)), (160, 160));
     assert_eq!(left(77, 16, 90), 0, "it has more than all of the prompt");
+}
+
+#[tokio::test]
+async fn a_plan_that_is_refused_or_left_leaves_nothing_reserved() {
+    let mut world = World::new();
+    for (engine, model) in [("a", "m"), ("b", "n")] {
+        let cache = world.known(engine, model, vec![stored(&[1], "", 16)]);
+        let load = Some(pb::EngineLoad { prefill_tokens_per_second: 1000.0, ..Default::default() });
+        world.came(
+            &cache,
+            WatchResponse {
+                kind: Some(Kind::Heartbeat(pb::WatchHeartbeat { next_sequence: 3, state: None, load })),
+            },
+        );
+    }
+    let index = PrefixIndex::new(IndexOptions {
+        registries: Vec::new(),
+        sources: vec!["127.0.0.1:1".into()],
+        dial: Arc::new(|address| Dialer::new(address, Options::default())),
+        saved: None,
+    });
+    let index = index.unwrap();
+    *index.shared.table.write() = world.table;
+    let asked = |model: &str| PlanQuestion {
+        question: Question { hashes: vec![1], model: model.into(), ..Default::default() },
+        tokens: 1016,
+        ..Default::default()
+    };
+    let queue = || index.plan(&[asked("m")], None, false).unwrap()[0][0].queue_time.unwrap().seconds;
+    assert!(index.plan(&[asked("m"), asked("")], None, true).is_err());
+    assert_eq!(queue(), 0, "what nobody does as counted for others");
+    let mut left = index.begin_plan(None, true);
+    left.place(&asked("m")).unwrap();
+    assert_eq!(queue(), 1, "others see what is reserved at once");
+    drop(left);
+    assert_eq!(queue(), 0);
+    index.plan(&[asked("m"), asked("n")], None, true).unwrap();
+    assert_eq!(queue(), 1);
 }
 
 /// An index that saves to `path`, where "a" and "b" lie.
