@@ -183,20 +183,22 @@ func (index *PrefixIndex) streamsOf(ctx context.Context, address string) (map[ca
 	defer cancel()
 	places := map[cacheKey]cachePlace{}
 	request := &kvgrpcv1.ListStreamsRequest{PageSize: 1000}
-	for range mostStreamPages {
-		page, err := kvgrpcv1.NewEventServiceClient(connection).ListStreams(ctx, request)
-		if err != nil {
-			return nil, err
+	pages := 0
+	err = eachPage(func(token string) (string, error) {
+		if pages++; pages > mostStreamPages {
+			return "", fmt.Errorf("it lists more than %d pages of streams", mostStreamPages)
 		}
-		for _, stream := range page.Streams {
+		request.PageToken = token
+		page, err := kvgrpcv1.NewEventServiceClient(connection).ListStreams(ctx, request)
+		for _, stream := range page.GetStreams() {
 			places[cacheKey{stream.Engine, stream.Dp}] = cachePlace{address: address}
 		}
-		request.PageToken = page.NextPageToken
-		if request.PageToken == "" {
-			return places, nil
-		}
+		return page.GetNextPageToken(), err
+	})
+	if err != nil {
+		return nil, err
 	}
-	return nil, fmt.Errorf("it lists more than %d pages of streams", mostStreamPages)
+	return places, nil
 }
 
 // Followers. All of these want the mutex.

@@ -41,18 +41,18 @@ func (index *Index) Plan(ctx context.Context, request *kvgrpcv1.PlanRequest) (*k
 func (index *Index) ListSources(ctx context.Context, states ...kvgrpcv1.IndexSourceState) (Sources, error) {
 	request := &kvgrpcv1.ListSourcesRequest{States: states, PageSize: mostPageRows}
 	found := Sources{Counts: map[kvgrpcv1.IndexSourceState]uint32{}}
-	for {
+	err := eachPage(func(token string) (string, error) {
+		request.PageToken = token
 		page, err := ask(ctx, index.client.ListSources, request)
-		if err != nil {
-			return Sources{}, err
-		}
-		found.Sources = append(found.Sources, page.Sources...)
-		found.NotFollowed = page.NotFollowed
-		for _, count := range page.Counts {
+		found.Sources = append(found.Sources, page.GetSources()...)
+		found.NotFollowed = page.GetNotFollowed()
+		for _, count := range page.GetCounts() {
 			found.Counts[count.State] = count.Sources
 		}
-		if request.PageToken = page.NextPageToken; request.PageToken == "" {
-			return found, nil
-		}
+		return page.GetNextPageToken(), err
+	})
+	if err != nil {
+		return Sources{}, err
 	}
+	return found, nil
 }

@@ -86,16 +86,16 @@ func (prefetch *Prefetch) TerminatePrefetch(ctx context.Context, operationID str
 // ListOperations gives prefetches and backups in the order in which they began; openOnly leaves out those that have ended.
 func (prefetch *Prefetch) ListOperations(ctx context.Context, openOnly bool) (found []*kvgrpcv1.CacheOperation, err error) {
 	request := &kvgrpcv1.ListOperationsRequest{OpenOnly: openOnly, PageSize: mostPageRows}
-	for {
+	err = eachPage(func(token string) (string, error) {
+		request.PageToken = token
 		page, err := ask(ctx, prefetch.client.ListOperations, request)
-		if err != nil {
-			return nil, err
-		}
-		found = append(found, page.Operations...)
-		if request.PageToken = page.NextPageToken; request.PageToken == "" {
-			return found, nil
-		}
+		found = append(found, page.GetOperations()...)
+		return page.GetNextPageToken(), err
+	})
+	if err != nil {
+		return nil, err
 	}
+	return found, nil
 }
 
 // GetCacheInfo says what the cache is made of, and how full its tiers are.

@@ -40,37 +40,37 @@ func NewRegistry(connection grpc.ClientConnInterface, replicas ...grpc.ClientCon
 func (registry *Registry) GetEngine(ctx context.Context, engine string) (*kvgrpcv1.Engine, error) {
 	request := &kvgrpcv1.GetEngineRequest{Engine: engine, PageSize: mostPageRows}
 	var whole *kvgrpcv1.Engine
-	for {
+	err := eachPage(func(token string) (string, error) {
+		request.PageToken = token
 		page, err := ask(ctx, registry.client.GetEngine, request)
-		if err != nil {
-			return nil, err
-		}
 		if whole == nil {
-			whole = page.Engine
+			whole = page.GetEngine()
 		} else {
-			whole.Rows = append(whole.Rows, page.Engine.GetRows()...)
+			whole.Rows = append(whole.Rows, page.GetEngine().GetRows()...)
 		}
-		if request.PageToken = page.NextPageToken; request.PageToken == "" {
-			return whole, nil
-		}
+		return page.GetNextPageToken(), err
+	})
+	if err != nil {
+		return nil, err
 	}
+	return whole, nil
 }
 
 // ListEngines gives all engines of a role (unspecified: of any), with their rows where that is asked for.
 func (registry *Registry) ListEngines(ctx context.Context, role kvgrpcv1.Role, includeRows bool) (Engines, error) {
 	request := &kvgrpcv1.ListEnginesRequest{Role: role, IncludeRows: includeRows, PageSize: mostPageRows}
 	var found Engines
-	for {
+	err := eachPage(func(token string) (string, error) {
+		request.PageToken = token
 		page, err := ask(ctx, registry.client.ListEngines, request)
-		if err != nil {
-			return Engines{}, err
-		}
-		found.Engines = append(found.Engines, page.Engines...)
-		found.WarmingUp = found.WarmingUp || page.WarmingUp
-		if request.PageToken = page.NextPageToken; request.PageToken == "" {
-			return found, nil
-		}
+		found.Engines = append(found.Engines, page.GetEngines()...)
+		found.WarmingUp = found.WarmingUp || page.GetWarmingUp()
+		return page.GetNextPageToken(), err
+	})
+	if err != nil {
+		return Engines{}, err
 	}
+	return found, nil
 }
 
 // ResolveRanks gives an engine with the rows that any of the selectors fits; with WaitReady once it is READY.

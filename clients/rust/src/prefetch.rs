@@ -10,7 +10,7 @@ use crate::pb::index_service_client::IndexServiceClient;
 use crate::pb::prefetch_service_client::PrefetchServiceClient;
 use crate::pb::{self, CacheOperation};
 use crate::refusal::Refusal;
-use crate::repeat::{ask, silent, MOST_PAGE_ROWS, USUAL_TIMEOUT};
+use crate::repeat::{ask, silent, Pages, MOST_PAGE_ROWS, USUAL_TIMEOUT};
 use crate::watch::IDLE_TIMEOUT;
 
 /// Asks the hierarchical cache of a rank, and moves pages between its storage and its host. Calls are repeated while it is away.
@@ -123,6 +123,7 @@ impl Prefetch {
     pub async fn list_operations(&self, open_only: bool) -> Result<Vec<CacheOperation>, Refusal> {
         let mut request = pb::ListOperationsRequest { open_only, page_size: MOST_PAGE_ROWS, ..Default::default() };
         let mut found = Vec::new();
+        let mut pages = Pages::default();
         loop {
             let page = ask(self.within, request.clone(), |request| {
                 let mut client = self.client.clone();
@@ -130,7 +131,7 @@ impl Prefetch {
             });
             let mut page = page.await?;
             found.append(&mut page.operations);
-            if page.next_page_token.is_empty() {
+            if !pages.go_on(&page.next_page_token)? {
                 return Ok(found);
             }
             request.page_token = page.next_page_token;

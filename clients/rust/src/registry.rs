@@ -10,7 +10,7 @@ use crate::pb::registry_service_client::RegistryServiceClient;
 use crate::pb::{self, Engine, RankRow, Role};
 use crate::refusal::Refusal;
 use crate::registration::Registration;
-use crate::repeat::{ask, silent, MOST_PAGE_ROWS, USUAL_TIMEOUT};
+use crate::repeat::{ask, silent, Pages, MOST_PAGE_ROWS, USUAL_TIMEOUT};
 
 pub(crate) type Client = RegistryServiceClient<AuthorizedChannel>;
 
@@ -51,6 +51,7 @@ impl Registry {
         let mut request =
             pb::GetEngineRequest { engine: engine.to_owned(), page_size: MOST_PAGE_ROWS, ..Default::default() };
         let mut rows: Vec<RankRow> = Vec::new();
+        let mut pages = Pages::default();
         loop {
             let page = ask(self.within, request.clone(), |request| {
                 let mut client = self.client.clone();
@@ -59,7 +60,7 @@ impl Registry {
             let page = page.await?;
             let mut found = page.engine.unwrap_or_default();
             rows.append(&mut found.rows);
-            if page.next_page_token.is_empty() {
+            if !pages.go_on(&page.next_page_token)? {
                 return Ok(Engine { rows, ..found });
             }
             request.page_token = page.next_page_token;
@@ -71,6 +72,7 @@ impl Registry {
         let mut request =
             pb::ListEnginesRequest { role: role.into(), include_rows, page_size: MOST_PAGE_ROWS, ..Default::default() };
         let mut found = Engines::default();
+        let mut pages = Pages::default();
         loop {
             let page = ask(self.within, request.clone(), |request| {
                 let mut client = self.client.clone();
@@ -79,7 +81,7 @@ impl Registry {
             let mut page = page.await?;
             found.engines.append(&mut page.engines);
             found.warming_up |= page.warming_up;
-            if page.next_page_token.is_empty() {
+            if !pages.go_on(&page.next_page_token)? {
                 return Ok(found);
             }
             request.page_token = page.next_page_token;

@@ -1,11 +1,13 @@
 //! Calls that may be repeated are, while the server is away or asks for time.
 
+use std::collections::{HashMap, HashSet};
 use std::future::Future;
 use std::time::Duration;
 
 use tokio::time::{timeout_at, Instant};
 use tonic::{Code, Request, Response, Status};
 
+use crate::pb::ErrorReason;
 use crate::refusal::Refusal;
 
 /// A host that vanished closes nothing: every call has a deadline.
@@ -44,4 +46,24 @@ pub(crate) async fn ask<M: Clone, R, F: Future<Output = Result<Response<R>, Stat
 /// What nobody answered in time.
 pub(crate) fn silent() -> Refusal {
     Status::deadline_exceeded("nothing came in time").into()
+}
+
+/// The pages of one list, by the tokens that name them: a server that names one again has a list without an end.
+#[derive(Default)]
+pub(crate) struct Pages(HashSet<String>);
+
+impl Pages {
+    /// Whether there is a next page, which `token` names. Refuses one that was named before.
+    pub(crate) fn go_on(&mut self, token: &str) -> Result<bool, Refusal> {
+        if token.is_empty() || self.0.insert(token.to_owned()) {
+            return Ok(!token.is_empty());
+        }
+        Err(Refusal {
+            code: Code::Internal,
+            message: "the server names a page that it named before: its list has no end".to_owned(),
+            reason: ErrorReason::Internal,
+            metadata: HashMap::new(),
+            retry_after: None,
+        })
+    }
 }

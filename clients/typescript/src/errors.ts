@@ -14,6 +14,15 @@ export class Silence extends ConnectError {
   }
 }
 
+/** A server names the pages of a list over and over. */
+export class EndlessList extends ConnectError {
+  constructor() {
+    const info = { reason: `${PREFIX}INTERNAL`, domain: DOMAIN };
+    const text = "the server names a page that it named before: its list has no end";
+    super(text, Code.Internal, undefined, [{ desc: ErrorInfoSchema, value: info }]);
+  }
+}
+
 export interface Failure {
   code: Code;
   /** UNSPECIFIED: the status came from the library or the network, or from a newer server. docs/errors.md has the table. */

@@ -1,7 +1,7 @@
 export { Cache, keyOf, type Verdict } from "./cache.js";
 export { clientOf, connect, type ConnectOptions } from "./connect.js";
 export { authorization, targetOf } from "./token.js";
-export { failureOf, mayRepeat, type Failure } from "./errors.js";
+export { EndlessList, failureOf, mayRepeat, type Failure } from "./errors.js";
 export * from "./events.js";
 export type { WatchItem } from "./items.js";
 export { Prefetch } from "./prefetch.js";

@@ -19,7 +19,7 @@ import {
   type StartPrefetchRequestSchema,
   type WatchOperationsResponse,
 } from "./gen/kvgrpc/v1/prefetch_service_pb.js";
-import { ask, PAGE_SIZE, type Within } from "./repeat.js";
+import { ask, eachPage, PAGE_SIZE, type Within } from "./repeat.js";
 import { untilSilent } from "./silence.js";
 
 /** A message comes each second. */
@@ -80,12 +80,11 @@ export class Prefetch {
   /** Prefetches and backups in the order in which they began. */
   async listOperations({ openOnly = false, ...within }: { openOnly?: boolean } & Within = {}): Promise<CacheOperation[]> {
     const found: CacheOperation[] = [];
-    let pageToken = "";
-    do {
+    await eachPage(async (pageToken) => {
       const page = await ask((options) => this.#client.listOperations({ openOnly, pageSize: PAGE_SIZE, pageToken }, options), within);
       found.push(...page.operations);
-      pageToken = page.nextPageToken;
-    } while (pageToken !== "");
+      return page.nextPageToken;
+    });
     return found;
   }
 

@@ -12,7 +12,7 @@ import {
   type WatchEnginesResponse,
 } from "./gen/kvgrpc/v1/registry_service_pb.js";
 import { Registration, type RowInit } from "./registration.js";
-import { ask, PAGE_SIZE, type Within } from "./repeat.js";
+import { ask, eachPage, PAGE_SIZE, type Within } from "./repeat.js";
 import { untilSilent } from "./silence.js";
 
 /** A registry says something each 5 s. */
@@ -45,28 +45,29 @@ export class Registry {
 
   /** One engine with all of its rows. */
   async getEngine(engine: string, within: Within = {}): Promise<Engine> {
-    const first = await ask((options) => this.#client.getEngine({ engine, pageSize: PAGE_SIZE }, options), within);
-    const whole = first.engine!;
-    let pageToken = first.nextPageToken;
-    while (pageToken !== "") {
+    let whole: Engine | undefined;
+    await eachPage(async (pageToken) => {
       const page = await ask((options) => this.#client.getEngine({ engine, pageSize: PAGE_SIZE, pageToken }, options), within);
-      whole.rows.push(...(page.engine?.rows ?? []));
-      pageToken = page.nextPageToken;
-    }
-    return whole;
+      if (whole === undefined) {
+        whole = page.engine!;
+      } else {
+        whole.rows.push(...(page.engine?.rows ?? []));
+      }
+      return page.nextPageToken;
+    });
+    return whole!;
   }
 
   /** All engines, ordered by name. */
   async listEngines({ role, includeRows = false, ...within }: { role?: Role; includeRows?: boolean } & Within = {}): Promise<Engines> {
     const found: Engines = { engines: [], warmingUp: false };
-    let pageToken = "";
-    do {
+    await eachPage(async (pageToken) => {
       const request = { includeRows, pageSize: PAGE_SIZE, pageToken, ...(role === undefined ? {} : { role }) };
       const page = await ask((options) => this.#client.listEngines(request, options), within);
       found.engines.push(...page.engines);
       found.warmingUp ||= page.warmingUp;
-      pageToken = page.nextPageToken;
-    } while (pageToken !== "");
+      return page.nextPageToken;
+    });
     return found;
   }
 

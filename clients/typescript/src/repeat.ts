@@ -1,7 +1,7 @@
 /** Calls that are made again where a refusal says that they may be. */
 import { Code } from "@connectrpc/connect";
 
-import { failureOf, mayRepeat } from "./errors.js";
+import { EndlessList, failureOf, mayRepeat } from "./errors.js";
 import { sleep } from "./silence.js";
 
 /** How long a call and its repeats may take, in milliseconds. */
@@ -38,5 +38,19 @@ export async function ask<Response>(
       longest = Math.min(2 * longest, LONGEST_PAUSE_MS);
       await sleep(pause);
     }
+  }
+}
+
+/**
+ * Asks for one page of a list after the other, the first by no token; `ask` gives the token of the next. Throws EndlessList where the
+ * server names a page that it named before.
+ */
+export async function eachPage(ask: (pageToken: string) => Promise<string>): Promise<void> {
+  const named = new Set<string>();
+  for (let pageToken = await ask(""); pageToken !== ""; pageToken = await ask(pageToken)) {
+    if (named.has(pageToken)) {
+      throw new EndlessList();
+    }
+    named.add(pageToken);
   }
 }

@@ -12,7 +12,7 @@ import {
   type ScoreRequestSchema,
   type ScoreResponse,
 } from "./gen/kvgrpc/v1/index_service_pb.js";
-import { ask, PAGE_SIZE, type Within } from "./repeat.js";
+import { ask, eachPage, PAGE_SIZE, type Within } from "./repeat.js";
 
 /** The caches that an index follows, how many are in which state, and what it cannot follow. */
 export interface Sources {
@@ -45,14 +45,13 @@ export class Index {
   /** Those in one of these states; none: in any. */
   async listSources({ states = [], ...within }: { states?: IndexSourceState[] } & Within = {}): Promise<Sources> {
     const found: Sources = { sources: [], counts: new Map(), notFollowed: [] };
-    let pageToken = "";
-    do {
+    await eachPage(async (pageToken) => {
       const page = await ask((options) => this.#client.listSources({ states, pageSize: PAGE_SIZE, pageToken }, options), within);
       found.sources.push(...page.sources);
       found.notFollowed = page.notFollowed;
       found.counts = new Map(page.counts.map((count) => [count.state, count.sources]));
-      pageToken = page.nextPageToken;
-    } while (pageToken !== "");
+      return page.nextPageToken;
+    });
     return found;
   }
 }

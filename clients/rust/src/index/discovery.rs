@@ -19,6 +19,7 @@ use crate::index::{CacheKey, CachePlace, IndexOptions};
 use crate::pb::event_service_client::EventServiceClient;
 use crate::pb::registry_service_client::RegistryServiceClient;
 use crate::pb::{self, IndexSourceState, WatchResponse};
+use crate::repeat::Pages;
 use crate::watch::{Item, Listener, Stream, Watcher};
 use crate::{Dialer, Error, Refusal, Verdict};
 
@@ -290,7 +291,7 @@ impl Shared {
         let mut client = EventServiceClient::new(self.dial(address).map_err(|error| error.to_string())?.channel());
         let mut places = HashMap::new();
         let mut request = pb::ListStreamsRequest { page_size: 1000, ..Default::default() };
-        let end = tokio::time::Instant::now() + ANSWER_WITHIN;
+        let (end, mut pages) = (tokio::time::Instant::now() + ANSWER_WITHIN, Pages::default());
         for _ in 0..MOST_STREAM_PAGES {
             let answer = tokio::time::timeout_at(end, client.list_streams(request.clone())).await;
             let page = answer
@@ -301,7 +302,7 @@ impl Shared {
                 let key = CacheKey { engine: stream.engine, dp: stream.dp };
                 places.insert(key, CachePlace { address: address.to_owned(), model: String::new() });
             }
-            if page.next_page_token.is_empty() {
+            if !pages.go_on(&page.next_page_token).map_err(|refusal| refusal.to_string())? {
                 return Ok(places);
             }
             request.page_token = page.next_page_token;
