@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 
 from kvgrpc import forks
-from kvgrpc.net import check_target, split
+from kvgrpc.net import check_target, is_unix, split
 from kvgrpc.rpc.loop import background
-from kvgrpc.rpc.options import CHANNEL_OPTIONS, OWN_CONNECTION, Pings, server_name, with_pings
+from kvgrpc.rpc.options import CHANNEL_OPTIONS, NAMED_LOCALHOST, OWN_CONNECTION, Pings, server_name, with_pings
 from kvgrpc.rpc.security import AUTHORIZATION, ClientSecurity
 
 # Streams last as long as their readers want; the library asks for some bound.
@@ -43,6 +43,8 @@ def open_channel(
         options += server_name(security.server_name)
     credentials = security.credentials()
     if credentials is None:
+        if is_unix(address):
+            options += NAMED_LOCALHOST
         channel = grpc.aio.insecure_channel(address, options=options)
     else:
         channel = grpc.aio.secure_channel(address, credentials, options=options)

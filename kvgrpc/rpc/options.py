@@ -121,6 +121,9 @@ CHANNEL_OPTIONS: Options = (
 # A stream of its own TCP connection: what happens to others says nothing about it.
 OWN_CONNECTION: Options = (("grpc.use_local_subchannel_pool", 1),)
 
+# The library names a Unix socket by its path, percent signs and all: servers in Rust take that for no authority.
+NAMED_LOCALHOST: Options = (("grpc.default_authority", "localhost"),)
+
 
 def server_name(name: str) -> Options:
     """The name that the server's certificate must have; also the authority of the calls."""

@@ -14,7 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from kvgrpc.client import PrefixIndex, SyncClient
 from kvgrpc.errors import CredentialsInvalid, FeatureDisabled, InvalidRequest, PermissionDenied, WrongAudience
@@ -24,8 +27,10 @@ from kvgrpc.hashing import sglang_event_hash
 from kvgrpc.model import ModelIdentity
 from kvgrpc.pull.model import PullConfig
 from kvgrpc.registry.model import Endpoints, RankRow
+from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.server import IndexServer, RegistryServer
+from kvgrpc.server.description import limits_to_pb
 from kvgrpc.v1 import index_service_pb2 as pb
 from tests.support.cache_serving import hashes_of, open_cache_rank, prompt
 from tests.support.native_index import NativeIndex
@@ -363,7 +368,7 @@ def test_a_token_lets_in_whom_it_is_meant_for(guarded: str) -> None:
         client.undrain()
         assert not client.get_server_info().draining
         assert client.score(asked(1)).prompts
-        assert client.list_callers() == []
+        wait_until(lambda: client.list_callers() == [])  # once the last answer was taken
 
 
 @pytest.mark.parametrize(
@@ -380,16 +385,85 @@ def test_what_cannot_be_served_is_refused_at_the_start(arguments: list[str], why
     assert done.returncode == 1 and why in done.stderr, done
 
 
+async def test_it_is_asked_through_a_unix_socket_too(engine: Publishing, tmp_path: Path) -> None:
+    path, tokens = tmp_path / "index", tmp_path / "tokens"
+    tokens.write_text(f"consumer:{SECRET}\n")
+    listen = f"unix:{path}"
+    index = NativeIndex([engine.address], "--tokens-file", str(tokens), listen=listen)
+    await asyncio.to_thread(index.open)
+    assert index.address == listen
+    with SyncClient(listen, ClientSecurity(token=SECRET)) as client:
+        await until(lambda: asyncio.to_thread(is_current, client))
+        scores = (await asyncio.to_thread(client.score, asked(1, 2))).prompts[0].scores
+        assert [score.blocks for score in scores] == [2]
+    with SyncClient(listen) as stranger, pytest.raises(CredentialsInvalid):
+        await asyncio.to_thread(stranger.list_sources)
+    with pytest.raises(AssertionError, match="another process listens there"):
+        await asyncio.to_thread(NativeIndex([engine.address], listen=listen).open)
+    assert await asyncio.to_thread(index.close) == 0 and not path.exists()
+    left = NativeIndex([engine.address], listen=listen)
+    await asyncio.to_thread(left.open)
+    await asyncio.to_thread(left.kill)
+    assert path.exists()
+    again = NativeIndex([engine.address], listen=listen)
+    await asyncio.to_thread(again.open)
+    assert await asyncio.to_thread(again.close) == 0
+    path.write_text("a file of somebody")
+    with pytest.raises(AssertionError, match="listen: unix:"):
+        await asyncio.to_thread(NativeIndex([engine.address], listen=listen).open)
+    assert path.read_text() == "a file of somebody"
+
+
+async def test_health_asks_for_a_token_where_it_was_told_to(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"consumer:{SECRET}\n")
+    index = NativeIndex(["127.0.0.1:1"], "--tokens-file", str(tokens), "--health-needs-token")
+    await asyncio.to_thread(index.open)
+    with SyncClient(index.address) as stranger, pytest.raises(CredentialsInvalid):
+        await asyncio.to_thread(stranger.health)
+    assert await asyncio.to_thread(index.close) == 0
+
+
+async def test_generic_clients_find_its_contract_by_reflection(client: SyncClient) -> None:
+    def found() -> tuple[set[str], list[str]]:
+        with grpc.insecure_channel(client.address) as channel:
+            database = ProtoReflectionDescriptorDatabase(channel)
+            service = DescriptorPool(database).FindServiceByName("kvgrpc.v1.IndexService")
+            return set(database.get_services()), [method.name for method in service.methods]
+
+    services, methods = await asyncio.to_thread(found)
+    assert {"kvgrpc.v1.IndexService", "kvgrpc.v1.ServerService", "grpc.health.v1.Health"} <= services
+    assert methods == ["Score", "Plan", "ListSources"]
+
+
+async def test_it_tells_the_call_limits_that_it_has(engine: Publishing) -> None:
+    usual = NativeIndex([engine.address])
+    told = NativeIndex([engine.address], "--call-limits", '{"unary": 100, "streams": 7}')
+    limits = []
+    for index in (usual, told):
+        await asyncio.to_thread(index.open)
+        with SyncClient(index.address) as client:
+            limits.append((await asyncio.to_thread(client.get_server_info)).limits.calls)
+        await asyncio.to_thread(index.close)
+    assert limits[0] == limits_to_pb(CallLimits())
+    assert limits[1] == limits_to_pb(CallLimits(unary=100, streams=7))
+
+
 def test_serve_index_native_becomes_it_where_it_is_installed(tmp_path: Path) -> None:
+    # It is looked for beside the interpreter first, where an older one may be installed.
     (tmp_path / "kvgrpc-index").symlink_to(built_index())
-    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = [sys.executable, "-m", "kvgrpc", "serve", "index", "--native", "--source", "127.0.0.1:1"]
+    (tmp_path / "python").symlink_to(sys.executable)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [str(tmp_path / "python"), "-m", "kvgrpc", "serve", "index", "--native", "--source", "127.0.0.1:1"]
     lacking = subprocess.run([*command, "--live"], capture_output=True, text=True, env=environ, timeout=60)
     assert lacking.returncode == 2 and "no --live" in lacking.stderr
-    listen = [*command, "--listen", "127.0.0.1:0", "--saved", str(tmp_path / "saved")]
+    more = ["--saved", str(tmp_path / "saved"), "--call-limits", '{"unary": 5}', "--health-needs-token"]
+    listen = [*command, "--listen", f"unix:{tmp_path / 'socket'}", *more]
     process = subprocess.Popen(listen, stdout=subprocess.PIPE, text=True, env=environ)
     assert process.stdout is not None
     began = time.monotonic()
-    assert process.stdout.readline().startswith("kvgrpc index listens on 127.0.0.1:")
+    assert process.stdout.readline() == f"kvgrpc index listens on unix:{tmp_path / 'socket'}\n"
+    with SyncClient(f"unix:{tmp_path / 'socket'}") as client:
+        assert client.get_server_info().limits.calls.unary == 5
     process.terminate()
     assert process.wait(30) == 0 and time.monotonic() - began < 30

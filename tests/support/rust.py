@@ -20,6 +20,11 @@ def built_example(name: str) -> str:
     return _built(["--example", name], f"debug/examples/{name}")
 
 
+def built_fleet() -> str:
+    """A made-up fleet for the native index; the test is skipped where there is no cargo."""
+    return _built(["-p", "kvgrpc-index", "--example", "fleet"], "debug/examples/fleet")
+
+
 def built_index() -> str:
     """The native index, unoptimised; the test is skipped where there is no cargo."""
     return _built(["-p", "kvgrpc-index"], "debug/kvgrpc-index")

@@ -46,7 +46,7 @@ pub use cache::Cache;
 pub use connection::{connect, AuthorizedChannel, Dialer, Error, Options};
 pub use contents::{Place, Verdict, MAX_MEDIUM_BYTES, MAX_PLACES};
 pub use follower::{EventFollower, Watch};
-pub use index::{Dial, IndexOptions, ModelNeeded, PlanQuestion, Planning, PrefixIndex, Question, Wanted};
+pub use index::{Dial, IndexOptions, ModelNeeded, PlanQuestion, Planning, PrefixIndex, Question, SourcesPage, Wanted};
 pub use msgpack::Value;
 pub use prefetch::{Index, OperationWatch, Prefetch};
 pub use refusal::Refusal;

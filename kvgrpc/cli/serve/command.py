@@ -221,16 +221,9 @@ def index(
     if not options["registry"] and not options["sources"]:
         raise click.UsageError("nothing to follow: name a --registry, or ranks by --source")
     if native:
-        security = options["security"]
-        lacking = {
-            "--live": options["live"],
-            "--health-needs-token": not security.health_without_token,
-            "--call-limits": options["call_limits"],
-            "--listen unix:": listen.startswith("unix:"),
-        }
         become_native(
             listen,
-            security,
+            options["security"],
             registry=options["registry"],
             sources=options["sources"],
             saved=options["saved"],
@@ -238,7 +231,8 @@ def index(
             ca_file=ca_file,
             token_file=token_file,
             insecure=insecure,
-            lacking=lacking,
+            call_limits=options["call_limits"],
+            lacking={"--live": options["live"]},
         )
     calls = ClientSecurity(ca_file=ca_file or "", token_file=token_file or "", insecure=insecure)
     serve(IndexServer([listen], client_security=calls, **options), functools.partial(_say_where, "index"))

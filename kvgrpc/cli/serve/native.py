@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import shutil
 import sys
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 if TYPE_CHECKING:
+    from kvgrpc.rpc.interceptors import CallLimits
     from kvgrpc.rpc.security import ServerSecurity
 
 PROGRAM = "kvgrpc-index"
@@ -28,6 +31,7 @@ def become_native(
     ca_file: str | None,
     token_file: str | None,
     insecure: bool,
+    call_limits: CallLimits | None,
     lacking: Mapping[str, object],
 ) -> NoReturn:
     """Becomes ``kvgrpc-index``. ``lacking``: options that it has not, with what was asked. Raises UsageError."""
@@ -49,7 +53,10 @@ def become_native(
         "--audience": ",".join(security.audience),
         "--ca-file": ca_file or "",
         "--token-file": token_file or "",
+        "--call-limits": json.dumps(dataclasses.asdict(call_limits)) if call_limits is not None else "",
     }
+    said = {"--insecure": insecure, "--health-needs-token": not security.health_without_token}
     arguments = [word for option, value in named.items() if value for word in (option, value)]
     arguments += [word for source in sources for word in ("--source", source)]
-    os.execv(program, [program, *arguments, *(["--insecure"] if insecure else [])])
+    arguments += [option for option, is_said in said.items() if is_said]
+    os.execv(program, [program, *arguments])

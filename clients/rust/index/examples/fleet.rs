@@ -1,5 +1,6 @@
-//! A made-up fleet for benchmarks: `fleet ENGINES BLOCKS BATCHES_PER_SECOND (chains|half)`. One process serves the streams of
-//! all engines: snapshots of so many blocks each, and batches that were made beforehand.
+//! A made-up fleet for benchmarks and tests: `fleet CACHES BLOCKS BATCHES_PER_SECOND (chains|half) [DP_RANKS]`. One process serves
+//! the streams of all engines, each with so many dp ranks (1): snapshots of so many blocks each, batches that were made beforehand,
+//! and a load.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -25,6 +26,7 @@ const BLOCKS_OF_A_BATCH: u64 = 8;
 
 struct Fleet {
     layout: Layout,
+    dp_ranks: u64,
     every: Option<Duration>,
     batches: Vec<Vec<Vec<u8>>>,
 }
@@ -39,7 +41,7 @@ impl EventService for Serving {
         &self,
         _: Request<pb::ListStreamsRequest>,
     ) -> Result<Response<pb::ListStreamsResponse>, Status> {
-        let streams = (0..self.0.layout.engines).map(stream_of).collect();
+        let streams = (0..self.0.layout.engines).map(|cache| self.0.stream_of(cache)).collect();
         Ok(Response::new(pb::ListStreamsResponse { streams, ..Default::default() }))
     }
 
@@ -47,26 +49,32 @@ impl EventService for Serving {
         let request = request.into_inner();
         let number = request.engine.trim_start_matches("engine").parse::<u64>();
         let engine = number.map_err(|_| Status::not_found("no such engine"))?;
+        let cache = engine * self.0.dp_ranks + u64::from(request.dp);
         if request.mode() != WatchMode::Snapshot {
             return Err(Status::unimplemented("snapshots only"));
         }
         let (say, said) = tokio::sync::mpsc::channel(4);
-        tokio::spawn(tell(self.0.clone(), engine, say));
+        tokio::spawn(tell(self.0.clone(), cache, say));
         Ok(Response::new(Box::pin(ReceiverStream::new(said))))
     }
 }
 
 struct Serving(Arc<Fleet>);
 
-fn stream_of(engine: u64) -> pb::EventStream {
-    pb::EventStream { engine: engine_name(engine), log_id: format!("{engine:032x}"), ..Default::default() }
+impl Fleet {
+    fn stream_of(&self, cache: u64) -> pb::EventStream {
+        let (engine, dp) = (engine_name(cache / self.dp_ranks), (cache % self.dp_ranks) as u32);
+        pb::EventStream { engine, dp, log_id: format!("{cache:032x}"), ..Default::default() }
+    }
 }
 
 /// Says all of one stream until nobody listens.
-async fn tell(fleet: Arc<Fleet>, engine: u64, say: Sender<Told>) -> Option<()> {
+async fn tell(fleet: Arc<Fleet>, cache: u64, say: Sender<Told>) -> Option<()> {
     let said = |kind| Ok(WatchResponse { kind: Some(kind) });
-    say.send(said(Kind::Begin(pb::WatchBegin { stream: Some(stream_of(engine)), first_sequence: 0 }))).await.ok()?;
-    let blocks = fleet.layout.blocks_of(engine);
+    say.send(said(Kind::Begin(pb::WatchBegin { stream: Some(fleet.stream_of(cache)), first_sequence: 0 })))
+        .await
+        .ok()?;
+    let blocks = fleet.layout.blocks_of(cache);
     let parts = blocks.chunks(BLOCKS_OF_A_PART).count();
     for (at, part) in blocks.chunks(BLOCKS_OF_A_PART).enumerate() {
         let payloads = vec![batch(&[], part, 0)];
@@ -78,11 +86,17 @@ async fn tell(fleet: Arc<Fleet>, engine: u64, say: Sender<Told>) -> Option<()> {
     loop {
         tokio::select! {
             _ = beat.tick() => {
-                let heartbeat = pb::WatchHeartbeat { next_sequence: next, state: None, load: None };
+                let load = pb::EngineLoad {
+                    prefill_tokens_per_second: 1000.0,
+                    page_tokens: 16,
+                    page_bytes: 1 << 20,
+                    ..Default::default()
+                };
+                let heartbeat = pb::WatchHeartbeat { next_sequence: next, state: None, load: Some(load) };
                 say.send(said(Kind::Heartbeat(heartbeat))).await.ok()?;
             }
             _ = pace.tick(), if fleet.every.is_some() => {
-                let payloads = vec![fleet.batches[engine as usize][(next % MADE) as usize].clone()];
+                let payloads = vec![fleet.batches[cache as usize][(next % MADE) as usize].clone()];
                 say.send(said(Kind::Raw(pb::RawBatches { first_sequence: next, payloads }))).await.ok()?;
                 next += 1;
             }
@@ -132,11 +146,15 @@ fn made(engine: u64) -> Vec<Vec<u8>> {
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [engines, blocks, rate, layout] = arguments.as_slice() else { return Err("ENGINES BLOCKS RATE LAYOUT".into()) };
-    let layout = Layout { engines: engines.parse()?, blocks: blocks.parse()?, halves: layout == "half" };
+    let [caches, blocks, rate, layout, more @ ..] = arguments.as_slice() else {
+        return Err("CACHES BLOCKS RATE LAYOUT [DP_RANKS]".into());
+    };
+    let layout = Layout { engines: caches.parse()?, blocks: blocks.parse()?, halves: layout == "half" };
+    let dp_ranks = more.first().map_or(Ok(1), |ranks| ranks.parse())?;
     let rate: f64 = rate.parse()?;
     let every = (rate > 0.0).then(|| Duration::from_secs_f64(layout.engines as f64 / rate));
-    let fleet = Fleet { every, batches: (0..layout.engines).map(made).collect(), layout };
+    let batches = if every.is_some() { (0..layout.engines).map(made).collect() } else { Vec::new() };
+    let fleet = Fleet { every, batches, dp_ranks, layout };
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     println!("{}", listener.local_addr()?);
     let service = EventServiceServer::new(Serving(Arc::new(fleet)));

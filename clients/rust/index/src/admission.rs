@@ -1,19 +1,20 @@
 //! Who gets in, and how many at once: before a byte of a request is read.
 
-use std::collections::{BTreeMap, HashMap};
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use parking_lot::Mutex;
-use tokio::sync::Notify;
+use http_body::{Frame, SizeHint};
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
-use tonic::codegen::Service;
+use tonic::codegen::{Bytes, Service};
+use tonic::Status;
 use tower_layer::Layer;
 
-use crate::proof::{Caller, Proof};
+use crate::limits::{is_stream, Limits, OpenCall};
+use crate::proof::Proof;
+use crate::turns::Turns;
 
 /// Requests that are read or worked on: each may have 4 MiB.
 const CALLS_AT_ONCE: usize = 64;
@@ -26,12 +27,14 @@ const SERVER: &str = "/kvgrpc.v1.ServerService/";
 #[derive(Clone)]
 pub struct Admission {
     proof: Proof,
-    places: Arc<Places>,
+    limits: Limits,
+    reading: Arc<Turns>,
+    health_needs_token: bool,
 }
 
 impl Admission {
-    pub fn new(proof: Proof, places: Arc<Places>) -> Self {
-        Self { proof, places }
+    pub fn new(proof: Proof, limits: Limits, health_needs_token: bool) -> Self {
+        Self { proof, limits, reading: Turns::shared(CALLS_AT_ONCE), health_needs_token }
     }
 }
 
@@ -67,91 +70,54 @@ where
         // The one that said it is ready.
         let fresh = self.inner.clone();
         let mut inner = std::mem::replace(&mut self.inner, fresh);
-        let Admission { proof, places } = self.admission.clone();
+        let Admission { proof, limits, reading, health_needs_token } = self.admission.clone();
         Box::pin(async move {
             let path = request.uri().path();
-            if path == HEALTH_CHECK {
+            if path == HEALTH_CHECK && !health_needs_token {
                 return inner.call(request).await;
             }
-            let is_counted = !path.starts_with(SERVER);
             let caller = match proof.check(request.headers(), request.extensions()) {
                 Ok(caller) => caller,
                 Err(refused) => return Ok(refused.into_http()),
             };
-            let _place = if is_counted { Some(places.take(&caller).await) } else { None };
+            if path == HEALTH_CHECK || path.starts_with(SERVER) {
+                request.extensions_mut().insert(caller);
+                return inner.call(request).await;
+            }
+            let open = match limits.take(path, &caller) {
+                Ok(open) => open,
+                Err(refused) => return Ok(refused.into_http()),
+            };
+            let _place = if is_stream(path) { None } else { Some(reading.take(&caller.name).await) };
             request.extensions_mut().insert(caller);
-            inner.call(request).await
+            let response = inner.call(request).await?;
+            Ok(response.map(|body| Body::new(Answer { body, _open: open })))
         })
     }
 }
 
-/// The calls that run, by who makes them.
-#[derive(Default)]
-pub struct Places {
-    taken: Mutex<Taken>,
-    freed: Notify,
+/// An answer, whose call is one of its caller's until it was taken.
+struct Answer {
+    body: Body,
+    _open: OpenCall,
 }
 
-/// Shares go by the name alone.
-#[derive(Default)]
-struct Taken {
-    by_name: HashMap<String, usize>,
-    by_caller: BTreeMap<Caller, u32>,
-}
+impl http_body::Body for Answer {
+    type Data = Bytes;
+    type Error = Status;
 
-impl Places {
-    /// Who has calls open, and how many; ordered by name, host and role.
-    pub fn open_calls(&self) -> Vec<(Caller, u32)> {
-        self.taken.lock().by_caller.iter().map(|(caller, open)| (caller.clone(), *open)).collect()
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Self::Data>, Self::Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
     }
 
-    /// Waits while the caller has its share, or others have all.
-    async fn take(self: Arc<Self>, caller: &Caller) -> Place {
-        loop {
-            let freed = self.freed.notified();
-            tokio::pin!(freed);
-            freed.as_mut().enable();
-            if self.is_taken(caller) {
-                return Place { places: self.clone(), caller: caller.clone() };
-            }
-            freed.await;
-        }
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
     }
 
-    fn is_taken(&self, caller: &Caller) -> bool {
-        let mut taken = self.taken.lock();
-        let free = CALLS_AT_ONCE - taken.by_name.values().sum::<usize>();
-        let own = taken.by_name.get(&caller.name).copied().unwrap_or(0);
-        if own + 1 > free {
-            return false;
-        }
-        taken.by_name.insert(caller.name.clone(), own + 1);
-        *taken.by_caller.entry(caller.clone()).or_default() += 1;
-        true
-    }
-}
-
-struct Place {
-    places: Arc<Places>,
-    caller: Caller,
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let mut taken = self.places.taken.lock();
-        if let Some(own) = taken.by_name.get_mut(&self.caller.name) {
-            *own -= 1;
-            if *own == 0 {
-                taken.by_name.remove(&self.caller.name);
-            }
-        }
-        if let Some(open) = taken.by_caller.get_mut(&self.caller) {
-            *open -= 1;
-            if *open == 0 {
-                taken.by_caller.remove(&self.caller);
-            }
-        }
-        drop(taken);
-        self.places.freed.notify_waiters();
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
     }
 }

@@ -2,14 +2,16 @@
 
 mod admission;
 mod latency;
+mod limits;
+mod listening;
 mod names;
 mod proof;
 mod refusals;
 mod service;
 mod status;
+mod turns;
 
 use std::future::Future;
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,15 +25,17 @@ use kvgrpc::{Dialer, IndexOptions, Options, PrefixIndex};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{signal, SignalKind};
 use tonic::server::NamedService;
-use tonic::transport::server::TcpIncoming;
 use tonic::transport::{Certificate, ClientTlsConfig, Identity, Server, ServerTlsConfig};
 use tonic_health::server::HealthReporter;
 use tonic_health::ServingStatus;
 
-use crate::admission::{Admission, Places};
+use crate::admission::Admission;
+use crate::limits::Limits;
+use crate::listening::{resolved, Listen};
 use crate::proof::Proof;
 use crate::service::Index;
 use crate::status::{Status, LOOK_INTERVAL};
+use crate::turns::Turns;
 
 /// What a question may take: 65,536 blocks, names of 1,024 engines.
 const LARGEST_REQUEST: usize = (4 << 20) + (64 << 10);
@@ -43,12 +47,13 @@ const LONGEST_HANDSHAKE: Duration = Duration::from_secs(10);
 /// Others see that it drains, and ask elsewhere.
 const LAST_CALLS: Duration = Duration::from_millis(500);
 const SAVE_AT_END: Duration = Duration::from_secs(5);
+const CONTRACT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/contract.binpb"));
 
 /// Follows the caches of many engines, and tells routers who holds the beginning of a request.
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {
-    /// HOST:PORT (port 0: a free one).
+    /// HOST:PORT (port 0: a free one) or unix:/path.
     #[arg(long, default_value = "127.0.0.1:8997", env = "KVGRPC_LISTEN")]
     listen: String,
     /// Follow every engine that this registry lists (replicas: with commas).
@@ -81,6 +86,12 @@ struct Arguments {
     /// Save what it knows there, and go on from it at a start.
     #[arg(long)]
     saved: Option<PathBuf>,
+    /// Health checks need a token too, as watches of health do.
+    #[arg(long)]
+    health_needs_token: bool,
+    /// Calls at once, of all callers and of one, as JSON: '{"unary": 1024}' (docs/bounds.md).
+    #[arg(long, default_value = "", env = "KVGRPC_CALL_LIMITS")]
+    call_limits: String,
     /// HOST:PORT of /metrics, /livez and /readyz, over plain HTTP and without names.
     #[arg(long, env = "KVGRPC_METRICS_LISTEN")]
     metrics_listen: Option<String>,
@@ -101,19 +112,22 @@ async fn main() -> ExitCode {
 }
 
 async fn serve(arguments: Arguments) -> Result<(), String> {
-    let listen = resolved(&arguments.listen).await?;
-    check_reach(&arguments, listen)?;
-    let listener = TcpListener::bind(listen).await.map_err(|error| format!("listen: {listen}: {error}"))?;
-    let bound = listener.local_addr().map_err(|error| error.to_string())?;
+    let call_limits = limits::parse(&arguments.call_limits)?;
+    let listen = Listen::read(&arguments.listen).await?;
+    check_reach(&arguments, &listen)?;
+    let listener = listen.bind().await?;
+    let bound = listener.bound()?;
     let asks_certificates = arguments.client_ca_file.is_some();
     let tokens_file = arguments.tokens_file.clone();
-    let proof = Proof::new(tokens_file, asks_certificates, &arguments.listen, bound, &arguments.audience)?;
+    let proof = Proof::new(tokens_file, asks_certificates, &arguments.listen, &bound, &arguments.audience)?;
     let index = Index {
         index: Arc::new(PrefixIndex::new(options(&arguments)?).map_err(|error| error.to_string())?),
         draining: Arc::new(AtomicBool::new(false)),
         counts: Arc::default(),
+        call_limits,
+        limits: Limits::new(&call_limits),
         began: SystemTime::now(),
-        places: Arc::<Places>::default(),
+        turns: Turns::new(std::thread::available_parallelism().map_or(1, usize::from)),
     };
     let status = Status::new(index.index.clone(), index.counts.clone(), index.draining.clone());
     if let Some(listen) = &arguments.metrics_listen {
@@ -130,10 +144,12 @@ async fn serve(arguments: Arguments) -> Result<(), String> {
     health.set_service_status("", ServingStatus::NotServing).await;
     let looking = tokio::spawn(tell_health(status, health.clone()));
     let server = builder(&arguments)?
-        .layer(Admission::new(proof, index.places.clone()))
+        .layer(Admission::new(proof, index.limits.clone(), arguments.health_needs_token))
         .add_service(scores)
         .add_service(info)
-        .add_service(health_service);
+        .add_service(health_service)
+        .add_service(reflection().build_v1().map_err(|error| error.to_string())?)
+        .add_service(reflection().build_v1alpha().map_err(|error| error.to_string())?);
     // Whoever reads where it listens may end it at once.
     let stopped = stopped().map_err(|error| error.to_string())?;
     println!("kvgrpc index listens on {bound}");
@@ -143,11 +159,8 @@ async fn serve(arguments: Arguments) -> Result<(), String> {
         looking.abort();
         health.set_not_serving::<IndexServiceServer<Index>>().await;
     };
-    // Else the end of an answer waits for the caller's acknowledgement of what came before: 40 ms, delayed as those are.
-    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
     let (stop, stops) = tokio::sync::oneshot::channel::<()>();
-    let serving = server.serve_with_incoming_shutdown(incoming, async { drop(stops.await) });
-    tokio::pin!(serving);
+    let mut serving = listener.serve(server, async { drop(stops.await) });
     tokio::select! {
         ended = &mut serving => return ended.map_err(|error| error.to_string()),
         () = until_signal => {}
@@ -156,6 +169,16 @@ async fn serve(arguments: Arguments) -> Result<(), String> {
     let _ = tokio::time::timeout(LAST_CALLS, serving).await;
     index.index.save(SAVE_AT_END).await;
     Ok(())
+}
+
+/// The contract as generic clients ask for it.
+fn reflection() -> tonic_reflection::server::Builder<'static> {
+    tonic_reflection::server::Builder::configure()
+        .register_encoded_file_descriptor_set(CONTRACT)
+        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+        .with_service_name(IndexServiceServer::<Index>::NAME)
+        .with_service_name(ServerServiceServer::<Index>::NAME)
+        .with_service_name("grpc.health.v1.Health")
 }
 
 /// SERVING while routers may be sent here.
@@ -169,15 +192,9 @@ async fn tell_health(status: Status, health: HealthReporter) {
     }
 }
 
-async fn resolved(listen: &str) -> Result<SocketAddr, String> {
-    let wrong = || format!("listen: {listen:?} is no HOST:PORT that can be bound (Unix sockets: `kvgrpc serve index`)");
-    let mut found = tokio::net::lookup_host(listen).await.map_err(|_| wrong())?;
-    found.next().ok_or_else(wrong)
-}
-
 /// Nothing that others can reach is unprotected, but where that is meant.
-fn check_reach(arguments: &Arguments, listen: SocketAddr) -> Result<(), String> {
-    if arguments.insecure || listen.ip().is_loopback() {
+fn check_reach(arguments: &Arguments, listen: &Listen) -> Result<(), String> {
+    if arguments.insecure || listen.is_local() {
         return Ok(());
     }
     let needed = match (&arguments.cert_file, arguments.tokens_file.as_ref().or(arguments.client_ca_file.as_ref())) {

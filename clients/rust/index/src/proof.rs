@@ -25,12 +25,21 @@ pub struct Proof {
     asks_certificates: bool,
 }
 
-/// Who calls: the name that its share is counted by, the host that it calls from, and a role.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+/// Who calls: the name that its share is counted by, the host that it calls from, a role; and by which connection, None: through a
+/// Unix socket.
+#[derive(Clone)]
 pub struct Caller {
-    pub name: String,
+    pub name: Arc<str>,
     pub host: String,
     pub role: String,
+    pub peer: Option<SocketAddr>,
+}
+
+/// Where a server listens.
+pub enum Bound {
+    Tcp(SocketAddr),
+    /// As [`target_of`] spells it.
+    Unix(String),
 }
 
 /// Whoever may drain.
@@ -41,6 +50,8 @@ struct Known {
     path: String,
     audiences: Vec<String>,
     wildcard_port: Option<u16>,
+    /// Whoever calls is of this host.
+    is_unix: bool,
     /// The file as it was last read, and when it was written.
     read: Mutex<(Option<SystemTime>, Arc<Secrets>)>,
 }
@@ -51,7 +62,7 @@ impl Proof {
         tokens_file: Option<String>,
         asks_certificates: bool,
         listen: &str,
-        bound: SocketAddr,
+        bound: &Bound,
         audience: &[String],
     ) -> Result<Self, String> {
         let Some(path) = tokens_file else { return Ok(Self { tokens: None, asks_certificates }) };
@@ -63,32 +74,44 @@ impl Proof {
         for address in audience {
             audiences.push(target_of(address).ok_or(format!("audience: {address:?} is no HOST:PORT"))?);
         }
-        audiences.extend(target_of(&bound.to_string()));
-        let named = listen.rsplit_once(':').map(|(host, _)| format!("{host}:{}", bound.port()));
-        audiences.extend(named.and_then(|address| target_of(&address)).filter(|_| !bound.ip().is_unspecified()));
-        let wildcard_port = bound.ip().is_unspecified().then_some(bound.port());
+        let wildcard_port = match bound {
+            Bound::Unix(target) => {
+                audiences.push(target.clone());
+                None
+            }
+            Bound::Tcp(bound) => {
+                audiences.extend(target_of(&bound.to_string()));
+                let named = listen.rsplit_once(':').map(|(host, _)| format!("{host}:{}", bound.port()));
+                let is_wildcard = bound.ip().is_unspecified();
+                audiences.extend(named.and_then(|address| target_of(&address)).filter(|_| !is_wildcard));
+                is_wildcard.then_some(bound.port())
+            }
+        };
+        let is_unix = matches!(bound, Bound::Unix(_));
         let read = Mutex::new((written_at(&path), Arc::new(secrets)));
-        Ok(Self { tokens: Some(Arc::new(Known { path, audiences, wildcard_port, read })), asks_certificates })
+        Ok(Self { tokens: Some(Arc::new(Known { path, audiences, wildcard_port, is_unix, read })), asks_certificates })
     }
 
     /// Who the caller is; an operator, where nobody proves anything.
     pub fn check(&self, headers: &HeaderMap, extensions: &Extensions) -> Result<Caller, Status> {
         let peer = peer_of(extensions);
-        let host = peer.map_or_else(String::new, |peer| peer.to_canonical().to_string());
+        let host = host_of(peer);
         if self.tokens.is_none() && !self.asks_certificates {
-            return Ok(Caller { name: host.clone(), host, role: OPERATOR.to_owned() });
+            return Ok(Caller { name: host.as_str().into(), host, role: OPERATOR.to_owned(), peer });
         }
         let header = headers.get("authorization").and_then(|value| value.to_str().ok());
-        match (header, &self.tokens) {
-            (None, _) if self.asks_certificates => in_certificate(extensions, host),
-            (_, None) => Err(unproven("this server takes no tokens: send a client certificate alone")),
-            (header, Some(known)) => known.check(header.unwrap_or(""), peer, host),
-        }
+        let (role, name) = match (header, &self.tokens) {
+            (None, _) if self.asks_certificates => in_certificate(extensions)?,
+            (_, None) => return Err(unproven("this server takes no tokens: send a client certificate alone")),
+            (header, Some(known)) => known.check(header.unwrap_or(""), peer)?,
+        };
+        Ok(Caller { name: name.into(), host, role, peer })
     }
 }
 
 impl Known {
-    fn check(&self, header: &str, peer: Option<IpAddr>, host: String) -> Result<Caller, Status> {
+    /// The role, and the name that the share of its callers is counted by.
+    fn check(&self, header: &str, peer: Option<SocketAddr>) -> Result<(String, String), Status> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let Some(token) = self.secrets().proven(header) else {
             let text = "the token is made with no key of this server: compare token_file with tokens_file there";
@@ -109,8 +132,8 @@ impl Known {
         }
         let (role, scope) = token.role.split_once(' ').unwrap_or((&token.role, ""));
         let name = scope.split(' ').next().filter(|name| !name.is_empty() && !name.starts_with("role="));
-        let name = name.map_or_else(|| host.clone(), |name| format!("{role} {name}"));
-        Ok(Caller { name, host, role: role.to_owned() })
+        let name = name.map_or_else(|| host_of(peer), |name| format!("{role} {name}"));
+        Ok((role.to_owned(), name))
     }
 
     /// Read again where the file changed; one that cannot be read leaves what was known.
@@ -126,9 +149,9 @@ impl Known {
     }
 
     /// A loopback address is one of many hosts: it counts for callers of this host alone.
-    fn is_meant(&self, target: &str, peer: Option<IpAddr>) -> bool {
+    fn is_meant(&self, target: &str, peer: Option<SocketAddr>) -> bool {
         let is_known = || self.audiences.iter().any(|known| known == target);
-        let is_here = peer.is_some_and(|peer| peer.to_canonical().is_loopback());
+        let is_here = self.is_unix || peer.is_some_and(|peer| peer.ip().to_canonical().is_loopback());
         let Ok(address) = target.parse::<SocketAddr>() else {
             let is_local = target.starts_with("localhost:") || target.starts_with("unix");
             return is_known() && (is_here || !is_local);
@@ -146,14 +169,14 @@ impl Known {
     }
 }
 
-fn in_certificate(extensions: &Extensions, host: String) -> Result<Caller, Status> {
+fn in_certificate(extensions: &Extensions) -> Result<(String, String), Status> {
     let certificates = extensions.get::<TlsConnectInfo<TcpConnectInfo>>().and_then(TlsConnectInfo::peer_certs);
     let first = certificates.as_ref().and_then(|chain| chain.first());
     let names = match first.map(|certificate| names_in(certificate)) {
         None => Vec::new(),
         Some(names) => names.ok_or_else(|| unproven("the names of the client certificate cannot be read"))?,
     };
-    who_is_named(&names, host).ok_or_else(|| {
+    who_is_named(&names).ok_or_else(|| {
         let kinds = "no email, DNS or URI name";
         unproven(&format!(
             "no bearer token, and {kinds} of the client certificate ends in .rank, .consumer or .operator"
@@ -162,10 +185,10 @@ fn in_certificate(extensions: &Extensions, host: String) -> Result<Caller, Statu
 }
 
 /// By the first name that ends in a role, after a dot or a slash or as a whole.
-fn who_is_named(names: &[String], host: String) -> Option<Caller> {
+fn who_is_named(names: &[String]) -> Option<(String, String)> {
     let role_of = |name: &str| ROLES.into_iter().find(|role| name.rsplit(['.', '/']).next() == Some(role));
     let (role, name) = names.iter().find_map(|name| role_of(name).map(|role| (role, name)))?;
-    Some(Caller { name: format!("certificate {name}"), host, role: role.to_owned() })
+    Some((role.to_owned(), format!("certificate {name}")))
 }
 
 fn unproven(text: &str) -> Status {
@@ -173,10 +196,15 @@ fn unproven(text: &str) -> Status {
     refused(Code::Unauthenticated, ErrorReason::CredentialsInvalid, text.to_owned(), metadata)
 }
 
-fn peer_of(extensions: &Extensions) -> Option<IpAddr> {
+/// None: a Unix socket.
+fn peer_of(extensions: &Extensions) -> Option<SocketAddr> {
     let plain = extensions.get::<TcpConnectInfo>();
     let info = plain.or_else(|| extensions.get::<TlsConnectInfo<TcpConnectInfo>>().map(TlsConnectInfo::get_ref));
-    info.and_then(TcpConnectInfo::remote_addr).map(|address| address.ip())
+    info.and_then(TcpConnectInfo::remote_addr)
+}
+
+fn host_of(peer: Option<SocketAddr>) -> String {
+    peer.map_or_else(|| "unix".to_owned(), |peer| peer.ip().to_canonical().to_string())
 }
 
 fn written_at(path: &str) -> Option<SystemTime> {

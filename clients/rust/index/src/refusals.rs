@@ -4,7 +4,7 @@ use kvgrpc::pb::ErrorReason;
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
-const DOMAIN: &str = "kvgrpc.dev";
+pub const DOMAIN: &str = "kvgrpc.dev";
 
 pub fn refused<const N: usize>(code: Code, reason: ErrorReason, text: String, metadata: [(&str, String); N]) -> Status {
     let metadata = metadata.map(|(key, value)| (key.to_owned(), value));

@@ -1,9 +1,8 @@
 //! IndexService and ServerService: checks what was asked, asks the index.
 
-use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use base64::engine::general_purpose::URL_SAFE;
 use base64::Engine;
@@ -14,10 +13,11 @@ use kvgrpc::pb::{self, IndexSource, IndexSourceState, PromptScores, ScorePrompt}
 use kvgrpc::{ModelNeeded, PlanQuestion, PrefixIndex, Question, Wanted};
 use tonic::{Request, Response, Status};
 
-use crate::admission::Places;
+use crate::limits::{Limits, Who};
 use crate::proof::{Caller, OPERATOR};
 use crate::refusals::{denied, disabled, draining, invalid};
 use crate::status::Counts;
+use crate::turns::{Turn, Turns};
 
 const MAX_PROMPTS: usize = 1024;
 const MAX_PLAN_PROMPTS: usize = 256;
@@ -30,8 +30,10 @@ const MAX_PAGE: u32 = 1000;
 const SOURCES: &str = "sources";
 const CALLERS: &str = "callers";
 const LONGEST_STALENESS: Duration = Duration::from_secs(86_400);
-/// Others have their turn after so many blocks.
-const BLOCKS_OF_A_TURN: usize = 8192;
+/// Of all prompts of an answer together: some 4 MiB, which is what clients of any language take.
+const MAX_ANSWERS: usize = 65_536;
+/// How long a piece of an answer may take: others have their turn then.
+const LONGEST_PIECE: Duration = Duration::from_millis(2);
 
 /// What both services share.
 #[derive(Clone)]
@@ -39,11 +41,30 @@ pub struct Index {
     pub index: Arc<PrefixIndex>,
     pub draining: Arc<AtomicBool>,
     pub counts: Arc<Counts>,
+    pub call_limits: pb::CallLimits,
+    pub limits: Limits,
     pub began: SystemTime,
-    pub places: Arc<Places>,
+    /// Pieces of answers, as many at a time as there are processors.
+    pub turns: Arc<Turns>,
+}
+
+/// A piece of an answer, in its caller's turn.
+struct Piece {
+    _turn: Turn,
+    began: Instant,
+}
+
+impl Piece {
+    fn is_over(&self) -> bool {
+        self.began.elapsed() > LONGEST_PIECE
+    }
 }
 
 impl Index {
+    async fn next_piece(&self, caller: &Arc<str>) -> Piece {
+        Piece { _turn: self.turns.take(caller).await, began: Instant::now() }
+    }
+
     fn check_open(&self) -> Result<(), Status> {
         if self.draining.load(Ordering::Relaxed) {
             return Err(draining());
@@ -57,24 +78,25 @@ impl IndexService for Index {
     async fn score(&self, request: Request<pb::ScoreRequest>) -> Result<Response<pb::ScoreResponse>, Status> {
         let _running = self.counts.score.begin();
         self.check_open()?;
+        let caller = caller_of(&request);
         let request = request.into_inner();
-        let wanted = wanted(&request)?;
-        let (mut prompts, mut left, mut turn) = (Vec::with_capacity(request.prompts.len()), MAX_BLOCKS, 0);
+        let (wanted, mut left, mut answers) = (wanted(&request)?, MAX_BLOCKS, MAX_ANSWERS);
+        let mut prompts = Vec::with_capacity(request.prompts.len());
+        let mut piece = self.next_piece(&caller).await;
         for (at, prompt) in request.prompts.into_iter().enumerate() {
-            let question = question(prompt, &format!("prompts[{at}]"), &mut left)?;
-            let blocks = question.hashes.len();
-            turn += blocks;
-            if turn > BLOCKS_OF_A_TURN {
-                tokio::task::yield_now().await;
-                turn = blocks;
+            if piece.is_over() {
+                drop(piece);
+                piece = self.next_piece(&caller).await;
             }
+            let question = question(prompt, &format!("prompts[{at}]"), &mut left)?;
             let scores = self
                 .index
                 .score(&question, &wanted)
                 .map_err(|needed| model_needed(&format!("prompts[{at}]"), &needed))?;
             self.counts.prompts.fetch_add(1, Ordering::Relaxed);
             self.counts.misses.fetch_add(scores.is_empty().into(), Ordering::Relaxed);
-            prompts.push(PromptScores { scores, blocks: blocks as u32 });
+            take_answers("max_scores", request.max_scores, scores.len(), &mut answers)?;
+            prompts.push(PromptScores { scores, blocks: question.hashes.len() as u32 });
         }
         Ok(Response::new(pb::ScoreResponse { prompts }))
     }
@@ -82,27 +104,35 @@ impl IndexService for Index {
     async fn plan(&self, request: Request<pb::PlanRequest>) -> Result<Response<pb::PlanResponse>, Status> {
         let _running = self.counts.plan.begin();
         self.check_open()?;
+        let caller = caller_of(&request);
         let request = request.into_inner();
         check_plan(&request)?;
         let staleness = request.max_staleness.map(staleness).transpose()?;
-        let (mut questions, mut left) = (Vec::with_capacity(request.prompts.len()), MAX_BLOCKS);
+        let (mut left, mut answers, most) = (MAX_BLOCKS, MAX_ANSWERS, request.max_placements.max(1) as usize);
+        let mut questions = Vec::with_capacity(request.prompts.len());
         for (at, each) in request.prompts.into_iter().enumerate() {
             let question = question(each.prompt.unwrap_or_default(), &format!("prompts[{at}].prompt"), &mut left)?;
             let (tokens, engines, sources) = (each.tokens.into(), each.engines, each.sources);
             questions.push(PlanQuestion { question, tokens, engines, sources });
         }
-        // Many questions over many caches take milliseconds, which are not the other calls'.
-        let plans = tokio::task::block_in_place(|| self.index.plan(&questions, staleness, request.reserve));
-        let most = request.max_placements.max(1) as usize;
-        // It asks all caches for each, so the first that names no model is the one.
-        let unnamed = questions.iter().position(|each| each.question.model.is_empty()).unwrap_or(0);
-        let plans = plans.map_err(|needed| model_needed(&format!("prompts[{unnamed}].prompt"), &needed))?;
-        let plans = plans.into_iter().zip(&questions);
-        let plans = plans.map(|(mut placements, asked)| {
-            placements.truncate(most);
-            pb::PromptPlan { placements, blocks: asked.question.hashes.len() as u32 }
-        });
-        Ok(Response::new(pb::PlanResponse { plans: plans.collect() }))
+        let mut plans = Vec::with_capacity(questions.len());
+        let mut planning = self.index.begin_plan(staleness, request.reserve);
+        while plans.len() < questions.len() {
+            let piece = self.next_piece(&caller).await;
+            // One question over many caches takes milliseconds, which are not the other calls'.
+            tokio::task::block_in_place(|| {
+                while let Some(asked) = questions.get(plans.len()).filter(|_| !piece.is_over()) {
+                    let field = || format!("prompts[{}].prompt", plans.len());
+                    let mut placements = planning.place(asked).map_err(|needed| model_needed(&field(), &needed))?;
+                    placements.truncate(most);
+                    take_answers("max_placements", request.max_placements, placements.len(), &mut answers)?;
+                    plans.push(pb::PromptPlan { placements, blocks: asked.question.hashes.len() as u32 });
+                }
+                Ok::<(), Status>(())
+            })?;
+        }
+        planning.keep();
+        Ok(Response::new(pb::PlanResponse { plans }))
     }
 
     async fn list_sources(
@@ -111,24 +141,19 @@ impl IndexService for Index {
     ) -> Result<Response<pb::ListSourcesResponse>, Status> {
         self.check_open()?;
         let request = request.into_inner();
-        let after = read_page_token(SOURCES, &request.page_token)?;
+        let after = read_place(&request.page_token)?;
         let size = page_size(request.page_size);
-        check_states(&request.states)?;
-        let all = self.index.sources();
-        let mut counts: BTreeMap<i32, u32> = BTreeMap::new();
-        for source in &all {
-            *counts.entry(state_of(source)).or_insert(0) += 1;
-        }
-        let is_asked = |source: &IndexSource| request.states.is_empty() || request.states.contains(&state_of(source));
-        let mut sources: Vec<_> = all.into_iter().filter(|source| place(source) > after && is_asked(source)).collect();
-        let next_page_token =
-            if sources.len() > size { page_token(SOURCES, &place(&sources[size - 1])) } else { String::new() };
-        sources.truncate(size);
+        let states = states(&request.states)?;
+        let after = after.as_ref().map(|(engine, dp)| (engine.as_str(), *dp));
+        let page = self.index.sources_behind(after, &states, size);
+        let last = page.sources.last().filter(|_| page.more);
+        let place = |source: &IndexSource| format!("{}\0{}", source.engine, source.dp);
+        let next_page_token = last.map(|source| page_token(SOURCES, &place(source))).unwrap_or_default();
         let mut not_followed = self.index.not_followed();
         not_followed.truncate(MAX_NOT_FOLLOWED);
         let count = |(state, sources)| pb::IndexSourceStateCount { state, sources };
-        let counts = counts.into_iter().map(count).collect();
-        Ok(Response::new(pb::ListSourcesResponse { sources, next_page_token, counts, not_followed }))
+        let counts = page.counts.into_iter().map(count).collect();
+        Ok(Response::new(pb::ListSourcesResponse { sources: page.sources, next_page_token, counts, not_followed }))
     }
 }
 
@@ -147,7 +172,7 @@ impl ServerService for Index {
         Ok(Response::new(pb::GetServerInfoResponse {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             services: ["kvgrpc.v1.IndexService", "kvgrpc.v1.ServerService"].map(str::to_owned).into(),
-            limits: Some(pb::ServerLimits { index: Some(limits), ..Default::default() }),
+            limits: Some(pb::ServerLimits { calls: Some(self.call_limits), index: Some(limits), ..Default::default() }),
             start_time: Some(self.began.into()),
             draining: self.draining.load(Ordering::Relaxed),
             pid: std::process::id(),
@@ -176,15 +201,15 @@ impl ServerService for Index {
         let request = request.into_inner();
         let after = read_page_token(CALLERS, &request.page_token)?;
         let size = page_size(request.page_size);
-        let open = self.places.open_calls().into_iter();
-        let mut callers: Vec<_> = open.filter(|(caller, _)| place_of(caller) > after).collect();
+        let open = self.limits.open_calls().into_iter();
+        let mut callers: Vec<_> = open.filter(|(who, _)| place_of(who) > after).collect();
         let next_page_token =
             if callers.len() > size { page_token(CALLERS, &place_of(&callers[size - 1].0)) } else { String::new() };
         callers.truncate(size);
-        let callers = callers.into_iter().map(|(Caller { name, host, role }, open_calls)| {
+        let callers = callers.into_iter().map(|((name, host, role), open_calls)| {
             let role = pb::CallerRole::from_str_name(&format!("CALLER_ROLE_{}", role.to_uppercase()));
             let role = role.unwrap_or_default().into();
-            pb::Caller { name, role, address: host, open_calls, ..Default::default() }
+            pb::Caller { name: name.to_string(), role, address: host, open_calls, ..Default::default() }
         });
         Ok(Response::new(pb::ListCallersResponse { callers: callers.collect(), next_page_token }))
     }
@@ -195,6 +220,17 @@ fn check_operator<T>(request: &Request<T>, method: &str) -> Result<(), Status> {
         Some(Caller { role, .. }) if role != OPERATOR => Err(denied(method, role, OPERATOR)),
         _ => Ok(()),
     }
+}
+
+fn caller_of<T>(request: &Request<T>) -> Arc<str> {
+    request.extensions().get::<Caller>().map_or_else(|| Arc::from(""), |caller| caller.name.clone())
+}
+
+/// `most`: of one prompt, as the caller set it. Refuses what would be too many with those of the prompts before.
+fn take_answers(field: &str, most: u32, answers: usize, left: &mut usize) -> Result<(), Status> {
+    let rule = || format!("so few that an answer has at most {MAX_ANSWERS} in all prompts together");
+    *left = left.checked_sub(answers).ok_or_else(|| invalid(field, &most.to_string(), &rule()))?;
+    Ok(())
 }
 
 fn wanted(request: &pb::ScoreRequest) -> Result<Wanted, Status> {
@@ -259,27 +295,19 @@ fn question(prompt: ScorePrompt, field: &str, left: &mut usize) -> Result<Questi
 }
 
 /// A state that is not known would be in no source's place: the answer would say that no cache is followed.
-fn check_states(states: &[i32]) -> Result<(), Status> {
+fn states(asked: &[i32]) -> Result<Vec<IndexSourceState>, Status> {
     let known = || (1..).map_while(|state| IndexSourceState::try_from(state).ok());
-    for (at, state) in states.iter().enumerate() {
-        if !known().any(|each| each as i32 == *state) {
+    let state = |(at, state): (usize, &i32)| {
+        known().find(|each| *each as i32 == *state).ok_or_else(|| {
             let names: Vec<&str> = known().map(|each| each.as_str_name()).collect();
-            return Err(invalid(&format!("states[{at}]"), &state.to_string(), &format!("one of {}", names.join(", "))));
-        }
-    }
-    Ok(())
+            invalid(&format!("states[{at}]"), &state.to_string(), &format!("one of {}", names.join(", ")))
+        })
+    };
+    asked.iter().enumerate().map(state).collect()
 }
 
-fn state_of(source: &IndexSource) -> i32 {
-    source.freshness.as_ref().map_or(0, |freshness| freshness.state)
-}
-
-fn place(source: &IndexSource) -> String {
-    format!("{}\0{:010}", source.engine, source.dp)
-}
-
-fn place_of(caller: &Caller) -> String {
-    format!("{}\0{}\0{}", caller.name, caller.host, caller.role)
+fn place_of((name, host, role): &Who) -> String {
+    format!("{name}\0{host}\0{role}")
 }
 
 fn page_size(asked: u32) -> usize {
@@ -296,9 +324,22 @@ fn read_page_token(list: &str, token: &str) -> Result<String, Status> {
     }
     let text = URL_SAFE.decode(token).ok().and_then(|raw| String::from_utf8(raw).ok());
     let of_list = text.as_deref().and_then(|text| text.split_once('\0')).filter(|(name, _)| *name == list);
-    let after = of_list.map(|(_, after)| after.to_owned());
+    of_list.map(|(_, after)| after.to_owned()).ok_or_else(|| not_ours(token))
+}
+
+/// The engine and dp to go on behind; None: from the first on.
+fn read_place(token: &str) -> Result<Option<(String, u32)>, Status> {
+    let after = read_page_token(SOURCES, token)?;
+    if after.is_empty() {
+        return Ok(None);
+    }
+    let place = after.rsplit_once('\0').and_then(|(engine, dp)| Some((engine.to_owned(), dp.parse().ok()?)));
+    place.map(Some).ok_or_else(|| not_ours(token))
+}
+
+fn not_ours(token: &str) -> Status {
     let rule = "a next_page_token of the same list with the same filters, or empty";
-    after.ok_or_else(|| invalid("page_token", &token.chars().take(100).collect::<String>(), rule))
+    invalid("page_token", &token.chars().take(100).collect::<String>(), rule)
 }
 
 #[cfg(test)]
@@ -309,9 +350,9 @@ mod tests {
 
     #[test]
     fn a_state_that_is_not_known_is_refused_by_its_place() {
-        assert!(check_states(&[]).is_ok() && check_states(&[1, 2, 3, 4, 5]).is_ok());
+        assert!(states(&[]).is_ok() && states(&[1, 2, 3, 4, 5]).is_ok());
         for wrong in [0, 6, -1] {
-            let refused = check_states(&[4, wrong]).unwrap_err();
+            let refused = states(&[4, wrong]).unwrap_err();
             assert_eq!(refused.code(), Code::InvalidArgument);
             let metadata = refused.get_details_error_info().unwrap().metadata;
             assert_eq!((metadata["field"].as_str(), &metadata["value"]), ("states[1]", &wrong.to_string()));

@@ -81,7 +81,7 @@ async fn readyz(State(status): State<Status>) -> (StatusCode, String) {
 
 /// By the names of the index in Python.
 async fn metrics(State(status): State<Status>) -> String {
-    let sources = status.index.sources();
+    let standing = status.index.sources_behind(None, &[], 0);
     let mut text = String::new();
     let mut say = |name: &str, kind: &str, help: &str, values: &[(String, u64)]| {
         let family = name.trim_end_matches("_total");
@@ -90,10 +90,9 @@ async fn metrics(State(status): State<Status>) -> String {
             let _ = writeln!(text, "{name}{labels} {value}");
         }
     };
-    let fresh = || sources.iter().filter_map(|source| source.freshness.as_ref());
     let in_state = |state: IndexSourceState| {
         let short = state.as_str_name().trim_start_matches("INDEX_SOURCE_STATE_");
-        (format!("{{state=\"{short}\"}}"), fresh().filter(|each| each.state() == state).count() as u64)
+        (format!("{{state=\"{short}\"}}"), standing.counts.get(&state.into()).copied().unwrap_or(0).into())
     };
     let states = [
         IndexSourceState::Connecting,
@@ -107,8 +106,8 @@ async fn metrics(State(status): State<Status>) -> String {
     say("kvgrpc_index_sources", "gauge", "Caches that an index follows, by how they are known.", &states.map(in_state));
     let lacking = status.index.not_followed().len() as u64;
     say("kvgrpc_index_not_followed", "gauge", "Engines and addresses that an index cannot follow.", &one(lacking));
-    let lag = fresh().map(|each| each.lag_batches).sum();
-    say("kvgrpc_index_lag_batches", "gauge", "Batches that are known to be missing, of all caches.", &one(lag));
+    let help = "Batches that are known to be missing, of all caches.";
+    say("kvgrpc_index_lag_batches", "gauge", help, &one(standing.lag_batches));
     let blocks = status.index.blocks();
     say("kvgrpc_index_blocks", "gauge", "Different blocks that an index knows.", &one(blocks));
     say("kvgrpc_index_prompts_total", "counter", "Prompts that were scored.", &count(&status.counts.prompts));

@@ -174,6 +174,15 @@ impl Followed {
         }
     }
 
+    /// Batches that are known to be missing.
+    pub(crate) fn lag(&self) -> u64 {
+        if self.known {
+            self.upcoming.saturating_sub(self.next)
+        } else {
+            self.upcoming
+        }
+    }
+
     pub(crate) fn is_shown(&self, now: Instant) -> bool {
         self.known && self.unreachable_since.is_none_or(|since| now.saturating_duration_since(since) < HIDE_AFTER)
     }
@@ -184,7 +193,7 @@ impl Followed {
             state: self.state().into(),
             log_id: self.log_id.clone(),
             next_sequence: if self.known { self.next } else { 0 },
-            lag_batches: if self.known { self.upcoming.saturating_sub(self.next) } else { self.upcoming },
+            lag_batches: self.lag(),
             idle_time: self.heard_at.map(|at| duration_to_pb(now.saturating_duration_since(at))),
             whole: self.known && !contents.partial && !contents.doubtful,
         }

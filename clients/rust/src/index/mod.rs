@@ -21,7 +21,7 @@ use tokio::task::JoinHandle;
 
 use crate::index::discovery::{begin, Shared};
 use crate::index::planning::{placements, Given, PlanId, Planner};
-use crate::pb::{self, IndexSourceState};
+use crate::pb::{self, IndexSourceState as State};
 use crate::{Dialer, Error};
 
 pub use crate::index::planning::PlanQuestion;
@@ -77,6 +77,19 @@ pub struct Wanted {
 pub struct ModelNeeded {
     /// Their models.
     pub models: Vec<String>,
+}
+
+/// Some of the caches that an index follows, and how all of them stand.
+#[derive(Debug, Clone, Default)]
+pub struct SourcesPage {
+    /// By engine and dp.
+    pub sources: Vec<pb::IndexSource>,
+    /// There are more behind these.
+    pub more: bool,
+    /// How many of all are in which state.
+    pub counts: BTreeMap<i32, u32>,
+    /// Batches that are known to be missing, of all.
+    pub lag_batches: u64,
 }
 
 /// Names one cache.
@@ -168,6 +181,12 @@ impl PrefixIndex {
         self.shared.table.read().all().map(|followed| followed.source(now)).collect()
     }
 
+    /// Those behind a cache (none: from the first on) in one of these states (none: in any), at most so many.
+    pub fn sources_behind(&self, after: Option<(&str, u32)>, states: &[State], most: usize) -> SourcesPage {
+        let now = Instant::now();
+        self.shared.table.read().page(after, states, most, now)
+    }
+
     /// What cannot be followed now, each with its reason: "ENGINE: why", "ADDRESS: why".
     pub fn not_followed(&self) -> Vec<String> {
         self.shared.not_followed()
@@ -181,7 +200,7 @@ impl PrefixIndex {
     /// How many caches are current, and how many are followed.
     pub fn standing(&self) -> (usize, usize) {
         let table = self.shared.table.read();
-        let current = table.all().filter(|followed| followed.state() == IndexSourceState::Current).count();
+        let current = table.all().filter(|followed| followed.state() == State::Current).count();
         (current, table.all().count())
     }
 

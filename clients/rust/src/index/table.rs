@@ -10,7 +10,7 @@ use crate::holders::{SetId, NOBODY};
 use crate::index::followed::Followed;
 use crate::index::planning::Holding;
 use crate::index::saved::Cut;
-use crate::index::{CacheKey, CachePlace, ModelNeeded, Question, Wanted};
+use crate::index::{CacheKey, CachePlace, ModelNeeded, Question, SourcesPage, Wanted};
 use crate::pb::{self, IndexSourceState as State};
 use crate::watch::Item;
 use crate::Verdict;
@@ -95,6 +95,23 @@ impl Table {
 
     pub(crate) fn all(&self) -> impl Iterator<Item = &Followed> {
         self.by_key.values().filter_map(|cache| self.caches[*cache as usize].as_ref())
+    }
+
+    pub(crate) fn page(&self, after: Option<(&str, u32)>, states: &[State], most: usize, now: Instant) -> SourcesPage {
+        let mut page = SourcesPage::default();
+        for followed in self.all() {
+            let state = followed.state();
+            *page.counts.entry(state.into()).or_insert(0) += 1;
+            page.lag_batches = page.lag_batches.saturating_add(followed.lag());
+            let is_behind = after.is_none_or(|after| (followed.key.engine.as_str(), followed.key.dp) > after);
+            if is_behind && (states.is_empty() || states.contains(&state)) {
+                page.more = page.sources.len() >= most;
+                if !page.more {
+                    page.sources.push(followed.source(now));
+                }
+            }
+        }
+        page
     }
 
     /// Blocks that somebody holds; for some time after a cache emptied, more.

@@ -216,9 +216,7 @@ async fn a_plan_that_is_refused_or_left_leaves_nothing_reserved() {
         let load = Some(pb::EngineLoad { prefill_tokens_per_second: 1000.0, ..Default::default() });
         world.came(
             &cache,
-            WatchResponse {
-                kind: Some(Kind::Heartbeat(pb::WatchHeartbeat { next_sequence: 3, state: None, load })),
-            },
+            WatchResponse { kind: Some(Kind::Heartbeat(pb::WatchHeartbeat { next_sequence: 3, state: None, load })) },
         );
     }
     let index = PrefixIndex::new(IndexOptions {

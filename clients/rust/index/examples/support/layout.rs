@@ -16,7 +16,12 @@ pub struct Layout {
 impl Layout {
     /// So many conversations.
     pub fn chains(&self) -> u64 {
-        let held: u64 = (0..self.engines).map(|engine| self.held(engine, 0)).sum();
+        let (mut held, mut from) = (0, 0);
+        for (below, blocks) in HELD {
+            let to = below.min(self.engines);
+            held += (to - from) * blocks;
+            from = to;
+        }
         (self.blocks * self.engines / held).max(1)
     }
 

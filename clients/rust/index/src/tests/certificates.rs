@@ -46,8 +46,7 @@ fn certificate(text: &str) -> Vec<u8> {
 }
 
 fn named(text: &str) -> Option<String> {
-    who_is_named(&names_in(&certificate(text)).unwrap(), String::new())
-        .map(|caller| format!("{}, {}", caller.role, caller.name))
+    who_is_named(&names_in(&certificate(text)).unwrap()).map(|(role, name)| format!("{role}, {name}"))
 }
 
 #[test]
