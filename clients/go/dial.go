@@ -95,6 +95,13 @@ func (connection *Connection) use() (*grpc.ClientConn, error) {
 	return connection.current, nil
 }
 
+// connect begins to connect, where nothing has; it waits for nothing.
+func (connection *Connection) connect() {
+	if current, err := connection.use(); err == nil {
+		current.Connect()
+	}
+}
+
 // leaveIfSilent takes a new connection where a Watch gave this one up.
 func (connection *Connection) leaveIfSilent(ctx context.Context, silent *grpc.ClientConn) {
 	if context.Cause(ctx) != errSilent {

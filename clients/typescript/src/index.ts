@@ -5,6 +5,7 @@ export { EndlessList, failureOf, mayRepeat, type Failure } from "./errors.js";
 export * from "./events.js";
 export type { WatchItem } from "./items.js";
 export { Prefetch } from "./prefetch.js";
+export { Indexes } from "./indexes.js";
 export { Index, type Sources } from "./scores.js";
 export { type Engines, Registry } from "./registry.js";
 export { Registration, type RegistrationState, type RowInit, type Supersession } from "./registration.js";
