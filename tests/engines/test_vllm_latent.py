@@ -62,3 +62,19 @@ def test_all_blocks_come_back(pair: VllmPair, latent: LatentReference) -> None:
     halves = [pair.submit(case.prompt, len(case.tokens)) for case in cases]
     assert [decode.result() for _, decode in halves] == [case.tokens for case in cases]
     assert pair.prefill.is_empty() and pair.decode.is_empty()
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)], ids=["1 to 2", "2 to 1"])
+def test_one_rank_of_prefill_sends_to_each_of_decode(
+    folder: Path, latent: LatentReference, prefill: int, decode: int
+) -> None:
+    """Each rank has all of a latent."""
+    sizes = [{**ARGUMENTS, "tensor_parallel_size": size} for size in (prefill, decode)]
+    pair = VllmPair(folder, latent.path, prefill=sizes[0], decode=sizes[1])
+    try:
+        pair.wait_ready()
+        for length in (3, BLOCK + 1, 100):
+            check(pair, latent.case(length))
+        assert pair.prefill.is_empty() and pair.decode.is_empty()
+    finally:
+        pair.close()

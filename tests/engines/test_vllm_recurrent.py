@@ -27,7 +27,7 @@ STATE_BYTES = {
     "SHORT_CONV": 4 * 3 * 64,
 }
 # Of Mamba 2 vLLM's kernels for CPUs give no states where blocks end, which a prefix cache would keep.
-KINDS = [("GDN_ATTN", True), ("MAMBA2", False), ("SHORT_CONV", True)]
+KINDS = [("GDN_ATTN", True), ("GDN_ATTN", False), ("MAMBA2", False), ("SHORT_CONV", True)]
 
 
 @dataclass(frozen=True)

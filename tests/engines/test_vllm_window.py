@@ -35,10 +35,10 @@ def pair(folder: Path, windowed: WindowReference) -> Iterator[VllmPair]:
 
 
 def check(pair: VllmPair, case: Case) -> None:
+    """A hand-off that fails fails its request: decode computes no prompt again."""
     prefill, decode = pair.submit(case.prompt, len(case.tokens))
     assert decode.result() == case.tokens
     prefill.result()  # of a prompt without its last token
-    assert "kvgrpc: hand-off of request" not in pair.prefill.log() + pair.decode.log()
 
 
 @pytest.mark.parametrize("length", LENGTHS, ids=lambda length: f"{length} tokens")
