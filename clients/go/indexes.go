@@ -80,6 +80,9 @@ func firstAnswer[Request, Response any](
 		}
 		indexes.failed(index)
 	}
+	if ctx.Err() != nil { // its caller went, and no index is to blame
+		return none, ctx.Err()
+	}
 	indexes.mutex.Lock()
 	defer indexes.mutex.Unlock()
 	indexes.unanswered++

@@ -97,3 +97,13 @@ func TestOneThatHangsCostsOneQuestionAndIsAskedLast(t *testing.T) {
 		t.Fatal(indexes.Unanswered())
 	}
 }
+
+func TestWhoeverWentIsToldSoAndNoIndexIsToBlame(t *testing.T) {
+	address, _ := serveIndex(t, "first")
+	indexes := NewIndexes(10*time.Second, dialHere(t, address))
+	gone, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := indexes.Score(gone, &kvgrpcv1.ScoreRequest{}); !errors.Is(err, context.Canceled) || indexes.Unanswered() != 0 {
+		t.Fatal(err, indexes.Unanswered())
+	}
+}

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from kvgrpc.client import PrefixIndex, SyncClient
@@ -32,6 +33,7 @@ from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.server import IndexServer, RegistryServer
 from kvgrpc.server.description import limits_to_pb
 from kvgrpc.v1 import index_service_pb2 as pb
+from kvgrpc.v1.server_service_pb2 import CALLER_ROLE_UNSPECIFIED
 from tests.support.cache_serving import hashes_of, open_cache_rank, prompt
 from tests.support.native_index import NativeIndex
 from tests.support.publishing import Publishing
@@ -369,6 +371,22 @@ def test_a_token_lets_in_whom_it_is_meant_for(guarded: str) -> None:
         assert not client.get_server_info().draining
         assert client.score(asked(1)).prompts
         wait_until(lambda: client.list_callers() == [])  # once the last answer was taken
+
+
+def test_callers_are_told_with_what_they_have_open() -> None:
+    """Nobody has to prove anything there, so they have no role."""
+    watch = "/grpc.health.v1.Health/Watch"
+    index = NativeIndex(["127.0.0.1:1"]).open()
+    with grpc.insecure_channel(index.address) as channel, SyncClient(index.address) as client:
+        watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        next(watching)
+        (caller,) = client.list_callers()
+        told = caller.name, caller.role, caller.open_calls, caller.open_streams
+        assert told == ("127.0.0.1", CALLER_ROLE_UNSPECIFIED, 0, 1)
+        assert [(method.method, method.open) for method in caller.methods] == [(watch, 1)]
+        watching.cancel()
+        wait_until(lambda: client.list_callers() == [])
+    index.close()
 
 
 @pytest.mark.parametrize(

@@ -80,13 +80,16 @@ pub struct Share {
 
 /// Name, host and role of a caller.
 pub type Who = (Arc<str>, String, String);
-type OpenCalls = Arc<Mutex<BTreeMap<Who, u32>>>;
+/// How many calls of each method are open, by its path.
+pub type ByMethod = BTreeMap<String, u32>;
+type OpenCalls = Arc<Mutex<BTreeMap<Who, ByMethod>>>;
 
 /// A call that was let in, until it is dropped.
 pub struct OpenCall {
     _shares: Vec<Share>,
     calls: OpenCalls,
     who: Who,
+    path: String,
 }
 
 /// The bounds of one server.
@@ -114,9 +117,9 @@ impl Limits {
         }
     }
 
-    /// Who has calls open, and how many; ordered by name, host and role.
-    pub fn open_calls(&self) -> Vec<(Who, u32)> {
-        self.open.lock().iter().map(|(who, open)| (who.clone(), *open)).collect()
+    /// Who has calls open, and which; ordered by name, host and role.
+    pub fn open_calls(&self) -> Vec<(Who, ByMethod)> {
+        self.open.lock().iter().map(|(who, open)| (who.clone(), open.clone())).collect()
     }
 
     /// Lets a call in, or says why not.
@@ -128,19 +131,23 @@ impl Limits {
         };
         let shares = shares.iter().map(|shares| shares.take(caller)).collect::<Result<_, _>>()?;
         let who = (caller.name.clone(), caller.host.clone(), caller.role.clone());
-        *self.open.lock().entry(who.clone()).or_insert(0) += 1;
-        Ok(OpenCall { _shares: shares, calls: self.open.clone(), who })
+        *self.open.lock().entry(who.clone()).or_default().entry(path.to_owned()).or_insert(0) += 1;
+        Ok(OpenCall { _shares: shares, calls: self.open.clone(), who, path: path.to_owned() })
     }
 }
 
 impl Drop for OpenCall {
     fn drop(&mut self) {
         let mut calls = self.calls.lock();
-        if let Some(open) = calls.get_mut(&self.who) {
+        let Some(by_method) = calls.get_mut(&self.who) else { return };
+        if let Some(open) = by_method.get_mut(&self.path) {
             *open -= 1;
             if *open == 0 {
-                calls.remove(&self.who);
+                by_method.remove(&self.path);
             }
+        }
+        if by_method.is_empty() {
+            calls.remove(&self.who);
         }
     }
 }
@@ -257,7 +264,8 @@ mod tests {
         let second = takes(&limits, path, "10.0.0.2", "10.0.0.2");
         assert_eq!(second.len(), 16);
         let who = |address: &str| (address.into(), address.to_owned(), "consumer".to_owned());
-        assert_eq!(limits.open_calls(), [(who("10.0.0.1"), 32), (who("10.0.0.2"), 16)]);
+        let open = |calls| ByMethod::from([(path.to_owned(), calls)]);
+        assert_eq!(limits.open_calls(), [(who("10.0.0.1"), open(32)), (who("10.0.0.2"), open(16))]);
         drop((first, second));
         assert!(limits.open_calls().is_empty());
         assert_eq!(takes(&limits, path, "10.0.0.2", "10.0.0.2").len(), 32);

@@ -123,6 +123,7 @@ async fn serve(arguments: Arguments) -> Result<(), String> {
     let index = Index {
         index: Arc::new(PrefixIndex::new(options(&arguments)?).map_err(|error| error.to_string())?),
         draining: Arc::new(AtomicBool::new(false)),
+        ending: Arc::default(),
         counts: Arc::default(),
         call_limits,
         limits: Limits::new(&call_limits),
@@ -155,6 +156,7 @@ async fn serve(arguments: Arguments) -> Result<(), String> {
     println!("kvgrpc index listens on {bound}");
     let until_signal = async {
         stopped.await;
+        index.ending.store(true, Ordering::Relaxed);
         index.draining.store(true, Ordering::Relaxed);
         looking.abort();
         health.set_not_serving::<IndexServiceServer<Index>>().await;

@@ -97,7 +97,7 @@ impl Proof {
         let peer = peer_of(extensions);
         let host = host_of(peer);
         if self.tokens.is_none() && !self.asks_certificates {
-            return Ok(Caller { name: host.as_str().into(), host, role: OPERATOR.to_owned(), peer });
+            return Ok(Caller { name: host.as_str().into(), host, role: String::new(), peer });
         }
         let header = headers.get("authorization").and_then(|value| value.to_str().ok());
         let (role, name) = match (header, &self.tokens) {

@@ -13,7 +13,7 @@ use kvgrpc::pb::{self, IndexSource, IndexSourceState, PromptScores, ScorePrompt}
 use kvgrpc::{ModelNeeded, PlanQuestion, PrefixIndex, Question, Wanted};
 use tonic::{Request, Response, Status};
 
-use crate::limits::{Limits, Who};
+use crate::limits::{is_stream, ByMethod, Limits, Who};
 use crate::proof::{Caller, OPERATOR};
 use crate::refusals::{denied, disabled, draining, invalid};
 use crate::status::Counts;
@@ -32,6 +32,8 @@ const CALLERS: &str = "callers";
 const LONGEST_STALENESS: Duration = Duration::from_secs(86_400);
 /// Of all prompts of an answer together: some 4 MiB, which is what clients of any language take.
 const MAX_ANSWERS: usize = 65_536;
+/// Of one caller that are told.
+const MAX_METHODS: usize = 64;
 /// How long a piece of an answer may take: others have their turn then.
 const LONGEST_PIECE: Duration = Duration::from_millis(2);
 
@@ -40,6 +42,8 @@ const LONGEST_PIECE: Duration = Duration::from_millis(2);
 pub struct Index {
     pub index: Arc<PrefixIndex>,
     pub draining: Arc<AtomicBool>,
+    /// The process ends: no Undrain takes that back.
+    pub ending: Arc<AtomicBool>,
     pub counts: Arc<Counts>,
     pub call_limits: pb::CallLimits,
     pub limits: Limits,
@@ -189,6 +193,9 @@ impl ServerService for Index {
 
     async fn undrain(&self, request: Request<pb::UndrainRequest>) -> Result<Response<pb::UndrainResponse>, Status> {
         check_operator(&request, "/kvgrpc.v1.ServerService/Undrain")?;
+        if self.ending.load(Ordering::Relaxed) {
+            return Err(draining());
+        }
         self.draining.store(false, Ordering::Relaxed);
         Ok(Response::new(pb::UndrainResponse {}))
     }
@@ -206,20 +213,28 @@ impl ServerService for Index {
         let next_page_token =
             if callers.len() > size { page_token(CALLERS, &place_of(&callers[size - 1].0)) } else { String::new() };
         callers.truncate(size);
-        let callers = callers.into_iter().map(|((name, host, role), open_calls)| {
-            let role = pb::CallerRole::from_str_name(&format!("CALLER_ROLE_{}", role.to_uppercase()));
-            let role = role.unwrap_or_default().into();
-            pb::Caller { name: name.to_string(), role, address: host, open_calls, ..Default::default() }
-        });
+        let callers = callers.into_iter().map(|(who, open)| caller_to_pb(who, open));
         Ok(Response::new(pb::ListCallersResponse { callers: callers.collect(), next_page_token }))
     }
 }
 
 fn check_operator<T>(request: &Request<T>, method: &str) -> Result<(), Status> {
     match request.extensions().get::<Caller>() {
-        Some(Caller { role, .. }) if role != OPERATOR => Err(denied(method, role, OPERATOR)),
+        // No role: nobody has to prove anything here.
+        Some(Caller { role, .. }) if !role.is_empty() && role != OPERATOR => Err(denied(method, role, OPERATOR)),
         _ => Ok(()),
     }
+}
+
+fn caller_to_pb((name, host, role): Who, open: ByMethod) -> pb::Caller {
+    let role = pb::CallerRole::from_str_name(&format!("CALLER_ROLE_{}", role.to_uppercase()));
+    let of = |stream: bool| open.iter().filter(|(path, _)| is_stream(path) == stream).map(|(_, open)| open).sum();
+    let (open_calls, open_streams) = (of(false), of(true));
+    let mut methods: Vec<_> = open.into_iter().map(|(method, open)| pb::OpenMethod { method, open }).collect();
+    methods.sort_by_key(|method| std::cmp::Reverse(method.open));
+    methods.truncate(MAX_METHODS);
+    let role = role.unwrap_or_default().into();
+    pb::Caller { name: name.to_string(), role, address: host, open_calls, open_streams, methods, ..Default::default() }
 }
 
 fn caller_of<T>(request: &Request<T>) -> Arc<str> {
