@@ -98,7 +98,7 @@ coverage:  ## Which lines and branches of the library the quick tests of one pro
 	@$(BIN)/python -m coverage report
 
 contract:  ## tests/contract without torch and Mooncake: on the floors of pyproject.toml (protobuf 6), and on protobuf 7.
-	@$(MAKE) $(call side_by_side,$(if $(SLOW),1,2)) contract-protobuf6 contract-protobuf7
+	@$(MAKE) $(call side_by_side,$(if $(SLOW),1,$(JOBS))) contract-protobuf6 contract-protobuf7
 
 worlds:
 	@.ci/setup protobuf6
