@@ -378,7 +378,8 @@ def test_callers_are_told_with_what_they_have_open() -> None:
     watch = "/grpc.health.v1.Health/Watch"
     index = NativeIndex(["127.0.0.1:1"]).open()
     with grpc.insecure_channel(index.address) as channel, SyncClient(index.address) as client:
-        watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        watching = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
         next(watching)
         (caller,) = client.list_callers()
         told = caller.name, caller.role, caller.open_calls, caller.open_streams
