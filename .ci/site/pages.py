@@ -30,8 +30,9 @@ PYTHON = {
         "Engines: ranks, senders, receivers",
         "What an engine calls. `from kvgrpc.server import ...` has all of these names.",
         (
-            *("kvgrpc.server.app.open_prefill", "kvgrpc.server.app.open_decode", "kvgrpc.server.config.RankConfig"),
-            *("kvgrpc.server.config.settings", "kvgrpc.server.app.Rank", "kvgrpc.server.rank_end.Closed"),
+            *("kvgrpc.server.rank.rank.open_prefill", "kvgrpc.server.rank.rank.open_decode"),
+            *("kvgrpc.server.config.RankConfig", "kvgrpc.server.config.settings"),
+            *("kvgrpc.server.rank.rank.Rank", "kvgrpc.server.rank.end.Closed"),
             *("kvgrpc.transfer.sender.KVSender", "kvgrpc.transfer.receiver.KVReceiver"),
             *("kvgrpc.transfer.protocol.types.KVPoll", "kvgrpc.model.Layout", "kvgrpc.model.Pool"),
             *("kvgrpc.model.Region", "kvgrpc.model.ModelIdentity", "kvgrpc.transfer.aux_rows.AuxBuffer"),

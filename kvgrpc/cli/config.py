@@ -37,7 +37,7 @@ def check(file: str) -> None:
 def show() -> None:
     """Show the settings that a rank started from here would have, and where each comes from."""
     from kvgrpc.cli.fleet.server import show_settings
-    from kvgrpc.server.description import settings_in_force
+    from kvgrpc.server.port.description import settings_in_force
 
     show_settings("a rank started here", settings_in_force(_configured(os.environ)))
 

@@ -8,12 +8,14 @@ from kvgrpc.dataplane import open_plane
 from kvgrpc.model import Layout, ModelIdentity, Pool, PoolKind, Region, Role
 from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
-from kvgrpc.server.app import Closed, Rank, open_decode, open_prefill, open_rank
+from kvgrpc.server.alone.events import EventServer
+from kvgrpc.server.alone.index import IndexServer
+from kvgrpc.server.alone.registry import RegistryServer, etcd_store
+from kvgrpc.server.alone.relay import EventRelay
+from kvgrpc.server.alone.serving import serve
+from kvgrpc.server.cache.server import CacheServer, open_cache
 from kvgrpc.server.config import RankConfig, settings
-from kvgrpc.server.index import IndexServer
-from kvgrpc.server.registry import RegistryServer, etcd_store
-from kvgrpc.server.relay import EventRelay
-from kvgrpc.server.serving import serve
+from kvgrpc.server.rank.rank import Closed, Rank, open_decode, open_prefill, open_rank
 from kvgrpc.transfer import Align, KVPoll, KVReceiver, KVSender, room_from_transfer_id
 from kvgrpc.transfer.aux_rows import AuxBuffer
 from kvgrpc.transfer.runtime.boundary import DecodeRuntime, PrefillRuntime
@@ -23,12 +25,14 @@ from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
 __all__ = [
     "Align",
     "AuxBuffer",
+    "CacheServer",
     "CallLimits",
     "ClientSecurity",
     "Closed",
     "DecodeManager",
     "DecodeRuntime",
     "EventRelay",
+    "EventServer",
     "IndexServer",
     "KVPoll",
     "KVReceiver",
@@ -46,6 +50,7 @@ __all__ = [
     "Role",
     "ServerSecurity",
     "etcd_store",
+    "open_cache",
     "open_decode",
     "open_plane",
     "open_prefill",

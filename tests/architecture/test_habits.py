@@ -83,7 +83,7 @@ AWAITED_BY_WHO_STARTS_THEM = {
     "rpc/loop.py": "the supervisor itself",
     "rpc/server.py": "the library awaits it when the server stops",
     "rpc/within.py": "what is waited for",
-    "server/rank_end.py": "the closing of a rank, shielded: all who close it await it",
+    "server/rank/end.py": "the closing of a rank, shielded: all who close it await it",
     "transfer/runtime/room_locator.py": "questions of one search, cancelled with it",
 }
 # Each thread's own code survives what it is given, and shows in a health state; or it does one thing and ends.
@@ -106,7 +106,7 @@ THREADS = {
     "observability/logging.py": "counts of lines left out; where one cannot be said, the next owed begins another",
     "prefetch/agreement/gloo.py": "the agreement; votes that it does not decide end by their deadline",
     "prefetch/threads/timers.py": "deadlines of operations; the controller's healthy",
-    "prefetch/threads/worker.py": "storage operations; the controller's healthy",
+    "prefetch/threads/queue_threads.py": "storage operations; the controller's healthy",
     "prefetch/storage/file/backend.py": "the scanner; a scan that fails is tried again",
     "prefetch/storage/mooncake/child.py": "the Store's own process, whose parent watches it",
     "prefetch/storage/mooncake/link.py": "the link to the Store's process; its calls end by their deadline",
@@ -203,7 +203,7 @@ def test_addresses_are_parsed_in_net_alone() -> None:
 
 
 # Each engine's adapter has its own of them, and nobody meets two at once.
-NAMES_OF_TWO = {"KvGrpcPublisher", "Worker"}
+NAMES_OF_TWO = {"KvGrpcPublisher"}
 
 
 def test_a_class_name_means_one_thing() -> None:

@@ -16,7 +16,7 @@ from kvgrpc.rpc.callers import CALLER, Caller, check_speaker
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.security import ServerSecurity, parse_tokens
-from kvgrpc.server.listener import Listener
+from kvgrpc.server.port.listener import Listener
 from kvgrpc.v1 import common_pb2, registry_service_pb2
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from tests.contract.serving import failure

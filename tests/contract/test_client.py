@@ -28,7 +28,7 @@ from kvgrpc.errors import (
     WarmingUp,
 )
 from kvgrpc.rpc.loop import LoopThread
-from kvgrpc.server.listener import Listener
+from kvgrpc.server.port.listener import Listener
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import event_service_pb2 as events_pb
 from kvgrpc.v1 import registry_service_pb2 as registry_pb

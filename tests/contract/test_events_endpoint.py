@@ -14,8 +14,9 @@ import kvgrpc.dataplane
 from kvgrpc.client import Client, PrefixIndex, SyncClient
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Pool, PoolKind, Region, Role
-from kvgrpc.server import EventRelay, RankConfig, open_rank, opening
-from kvgrpc.server.opening import dialled_endpoint
+from kvgrpc.server import EventRelay, RankConfig, open_rank
+from kvgrpc.server.rank import opening
+from kvgrpc.server.rank.opening import dialled_endpoint
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
 

@@ -39,7 +39,7 @@ from kvgrpc.hashing import each_block_hash, event_seed, page_hashes, sglang_even
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
-from kvgrpc.server.events import EventServer
+from kvgrpc.server import EventServer
 from kvgrpc.v1 import event_service_pb2 as events_pb
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1 import registry_service_pb2 as registry_pb

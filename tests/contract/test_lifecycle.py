@@ -27,10 +27,10 @@ from kvgrpc.observability import metrics
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.server import add_methods
-from kvgrpc.server import listener as listener_module
-from kvgrpc.server.description import ServerInfo
-from kvgrpc.server.listener import Listener
-from kvgrpc.server.servicer import ServerServicer
+from kvgrpc.server.port import listener as listener_module
+from kvgrpc.server.port.description import ServerInfo
+from kvgrpc.server.port.listener import Listener
+from kvgrpc.server.port.servicer import ServerServicer
 from kvgrpc.v1 import server_service_pb2
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub, add_ServerServiceServicer_to_server
 from tests.contract.serving import SERVICE, Context, Servicer, begin, failure, once, responses_of, serving

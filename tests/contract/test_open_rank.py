@@ -25,7 +25,9 @@ from kvgrpc.errors import AddressNotAllowed, InvalidRequest, Reason, ServerDrain
 from kvgrpc.events import KVEventBatch
 from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.rpc.status import error_from
-from kvgrpc.server import CallLimits, Rank, RankConfig, app, open_decode, open_prefill, open_rank, opening
+from kvgrpc.server import CallLimits, Rank, RankConfig, open_decode, open_prefill, open_rank
+from kvgrpc.server.rank import opening
+from kvgrpc.server.rank import rank as opened
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
 from kvgrpc.transfer.protocol.types import Bounds
 from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
@@ -322,7 +324,7 @@ class TestClosing:
             await asyncio.sleep(2 * grace)  # the slow drain itself
             return False, 1
 
-        monkeypatch.setattr(app, "_CANCELLED_WRITES_SECONDS", 0.1)
+        monkeypatch.setattr(opened, "_CANCELLED_WRITES_SECONDS", 0.1)
         monkeypatch.setattr(rank.transfer, "drain", as_long_as_it_may)
         began = time.monotonic()
         assert rank._loop.run(rank.drain(2.0), 10.0) == (False, 0)

@@ -18,7 +18,8 @@ from kvgrpc.pull.exported import ExportedPages
 from kvgrpc.pull.model import PullConfig
 from kvgrpc.pull.silent import FIRST_SECONDS, LONGEST_SECONDS, SilentHolders
 from kvgrpc.pull.staging import StagingPages
-from kvgrpc.server import IndexServer, RegistryServer, cache_peer
+from kvgrpc.server import IndexServer, RegistryServer
+from kvgrpc.server.cache import peer as cache_peer
 from kvgrpc.v1 import prefetch_service_pb2
 from tests.contract.test_pull import PULL, Fleet, peer_of, pulled
 from tests.support.cache_serving import SHAPE, CacheRank, bytes_of, hashes_of, prompt

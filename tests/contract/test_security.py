@@ -38,7 +38,7 @@ from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity, Toke
 from kvgrpc.rpc.server import add_methods
 from kvgrpc.rpc.tokens import authorization
 from kvgrpc.server import settings
-from kvgrpc.server.listener import Listener
+from kvgrpc.server.port.listener import Listener
 from tests.contract.certificates import OPENSSL, Authority, Certificate
 from tests.contract.serving import failure, once
 from tests.support.secrets import proof, secret

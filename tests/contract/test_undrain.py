@@ -18,8 +18,7 @@ from kvgrpc.model import RankId, RankRef
 from kvgrpc.prefetch.model import OperationKind
 from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.rpc.status import error_from
-from kvgrpc.server import IndexServer, RegistryServer
-from kvgrpc.server.events import EventServer
+from kvgrpc.server import EventServer, IndexServer, RegistryServer
 from kvgrpc.transfer import KVPoll
 from kvgrpc.v1 import server_service_pb2 as pb
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub

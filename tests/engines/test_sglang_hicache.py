@@ -33,8 +33,7 @@ from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.model import RankRef, Role
 from kvgrpc.prefetch.model import Namespace, PrefetchLimits
 from kvgrpc.prefetch.storage.mooncake.local import LocalStore
-from kvgrpc.server import RankConfig, RegistryServer
-from kvgrpc.server.cache_server import CacheServer, open_cache
+from kvgrpc.server import CacheServer, RankConfig, RegistryServer, open_cache
 from tests.support.faults.storage import FAILED, HANG, FaultyBackend, memory_backend
 from tests.support.waiting import wait_until
 

@@ -31,8 +31,7 @@ from kvgrpc.prefetch.protocol.book import OperationBook
 from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.rpc.security import CallerRole, ServerSecurity, Token
-from kvgrpc.server import RankConfig, RegistryServer
-from kvgrpc.server.cache_server import CacheServer, open_cache
+from kvgrpc.server import CacheServer, RankConfig, RegistryServer, open_cache
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from tests.support.waiting import wait_until

@@ -31,7 +31,7 @@ from kvgrpc.registry.model import Endpoints, RankRow
 from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.server import IndexServer, RegistryServer
-from kvgrpc.server.description import limits_to_pb
+from kvgrpc.server.port.description import limits_to_pb
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.server_service_pb2 import CALLER_ROLE_UNSPECIFIED
 from tests.support.cache_serving import hashes_of, open_cache_rank, prompt

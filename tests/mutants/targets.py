@@ -80,7 +80,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("unit/rpc", "contract/test_security.py", "contract/test_callers.py"),
     ),
     "server": (
-        "server/*.py",
+        "server/*.py server/*/*.py",
         ("unit/server", "contract/test_open_rank.py", "contract/test_status.py", "contract/test_lifecycle.py"),
     ),
     "store": ("registry/store/*.py", ("unit/registry",)),

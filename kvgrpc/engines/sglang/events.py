@@ -20,8 +20,7 @@ from kvgrpc.engines.compatibility import EVENTS, SGLANG, check
 from kvgrpc.events import EventsConfig, open_publisher
 from kvgrpc.events.config import keys_of
 from kvgrpc.model import RankId, RankRef, new_epoch
-from kvgrpc.server import settings
-from kvgrpc.server.events import EventServer
+from kvgrpc.server import EventServer, settings
 
 logger = logging.getLogger("sglang." + __name__)
 NAME = "kvgrpc"

@@ -24,8 +24,7 @@ from kvgrpc.engines.vllm_plugin import LISTEN
 from kvgrpc.events import EventsConfig, open_publisher
 from kvgrpc.events.config import keys_of
 from kvgrpc.model import RankId, RankRef, new_epoch
-from kvgrpc.server import settings
-from kvgrpc.server.events import EventServer
+from kvgrpc.server import EventServer, settings
 
 logger = logging.getLogger("vllm." + __name__)
 _NAME = "kvgrpc"

@@ -39,8 +39,7 @@ from kvgrpc.prefetch.orders import EngineOrders
 from kvgrpc.prefetch.storage.keys import KeyMode, Keys
 from kvgrpc.pull.lender import LentPages
 from kvgrpc.pull.peers import PeersBackend
-from kvgrpc.server import RankConfig, settings
-from kvgrpc.server.cache_server import open_cache
+from kvgrpc.server import RankConfig, open_cache, settings
 
 logger = logging.getLogger("vllm." + __name__)
 _PROMOTIONS = 8

@@ -20,7 +20,7 @@ from kvgrpc.prefetch.model import NotEnoughPages
 from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
-from kvgrpc.prefetch.threads.worker import Worker
+from kvgrpc.prefetch.threads.queue_threads import QueueThreads
 
 _log = logging.getLogger(__name__)
 
@@ -61,10 +61,12 @@ class CopyEngine:
         self._in_flight = 0
         self._closed = False
         self._idle = threading.Condition(self._lock)
-        self._writer: Worker[CopyOperation] = Worker(
+        self._writer: QueueThreads[CopyOperation] = QueueThreads(
             "cache-write", self._write_all, self._writes_failed, most=MERGED_COPIES, limit=MAX_WAITING
         )
-        self._loader: Worker[_Load] = Worker("cache-load", self._load_all, self._loads_failed, limit=MAX_WAITING)
+        self._loader: QueueThreads[_Load] = QueueThreads(
+            "cache-load", self._load_all, self._loads_failed, limit=MAX_WAITING
+        )
 
     @property
     def healthy(self) -> bool:

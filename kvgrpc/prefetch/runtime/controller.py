@@ -47,8 +47,8 @@ from kvgrpc.prefetch.protocol.prefetch import HostShare, Prefetch
 from kvgrpc.prefetch.protocol.votes import Agreement, AloneAgreement, Decision
 from kvgrpc.prefetch.runtime.storage_threads import StorageThreads, StorageWork
 from kvgrpc.prefetch.storage.base import StorageBackend, Unregisters, source_behind
+from kvgrpc.prefetch.threads.queue_threads import QueueThreads
 from kvgrpc.prefetch.threads.timers import Alarms
-from kvgrpc.prefetch.threads.worker import Worker
 from kvgrpc.prefetch.tree.keeper import CompletionQueue, Keeper
 
 _log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class CacheController:
             if storage is None
             else StorageThreads(host, storage, self.keeper, key_of, self.limits, self._step, self._stumbled)
         )
-        self._doer: Worker[_Todo] = Worker("cache-control", self._do_all, self._undone)
+        self._doer: QueueThreads[_Todo] = QueueThreads("cache-control", self._do_all, self._undone)
 
     @property
     def healthy(self) -> bool:

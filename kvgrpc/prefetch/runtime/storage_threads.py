@@ -25,7 +25,7 @@ from kvgrpc.prefetch.protocol.operation import (
 )
 from kvgrpc.prefetch.protocol.prefetch import Prefetch
 from kvgrpc.prefetch.storage.base import PageSource, StorageBackend, source_behind
-from kvgrpc.prefetch.threads.worker import Worker
+from kvgrpc.prefetch.threads.queue_threads import QueueThreads
 from kvgrpc.prefetch.tree.keeper import Keeper
 
 T = TypeVar("T")
@@ -63,10 +63,10 @@ class StorageThreads:
         readers, writers = limits.readers, limits.writers
         # When the call began in which a thread is, by the thread.
         self._calls: dict[type[Any], dict[int, float]] = {LookUp: {}, ReadNext: {}, WriteNext: {}}
-        self._workers: dict[type[Any], Worker[Operation]] = {
-            LookUp: Worker("prefetch-query", self._look_up, failed, threads=readers),
-            ReadNext: Worker("prefetch-read", self._read, failed, threads=readers),
-            WriteNext: Worker("cache-backup", self._write, failed, threads=writers),
+        self._workers: dict[type[Any], QueueThreads[Operation]] = {
+            LookUp: QueueThreads("prefetch-query", self._look_up, failed, threads=readers),
+            ReadNext: QueueThreads("prefetch-read", self._read, failed, threads=readers),
+            WriteNext: QueueThreads("cache-backup", self._write, failed, threads=writers),
         }
         watch_storage(self)
 

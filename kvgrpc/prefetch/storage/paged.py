@@ -32,7 +32,7 @@ from kvgrpc.prefetch.storage.base import (
     leading_pages,
     timed_out,
 )
-from kvgrpc.prefetch.threads.worker import Worker
+from kvgrpc.prefetch.threads.queue_threads import QueueThreads
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class Workers:
         self._left = 0
         self._threads = threads
         self._numbers = itertools.count()
-        self._pool: Worker[_Batch[Any]] = Worker(name, self._work, self._nothing_more, threads=threads)
+        self._pool: QueueThreads[_Batch[Any]] = QueueThreads(name, self._work, self._nothing_more, threads=threads)
 
     def run(self, function: Callable[[int], T], count: int, timeout: float) -> list[T | Unfinished]:
         """``function(i)`` for i below ``count``, in no fixed order; what has no result after ``timeout`` is Unfinished.

@@ -20,7 +20,8 @@ from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.rpc.status import error_from
-from kvgrpc.server import RegistryServer, servicer
+from kvgrpc.server import RegistryServer
+from kvgrpc.server.port import servicer
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as registry_pb
 from kvgrpc.v1 import transfer_service_pb2 as pb

@@ -8,8 +8,8 @@ import pytest
 
 from kvgrpc.errors import TooManyRequests
 from kvgrpc.prefetch.protocol.fair_queue import FairQueue
+from kvgrpc.prefetch.threads.queue_threads import QueueThreads
 from kvgrpc.prefetch.threads.timers import Alarms
-from kvgrpc.prefetch.threads.worker import Worker
 
 
 def test_the_urgent_come_first_and_tenants_in_turn() -> None:
@@ -43,7 +43,7 @@ def test_a_worker_outlives_whatever_its_items_do() -> None:
         done.extend(items)
         every.set()
 
-    worker = Worker("test", handle, lambda items, error: failed.append((items, error)))
+    worker = QueueThreads("test", handle, lambda items, error: failed.append((items, error)))
     for number in range(4):
         worker.put(number)
     assert every.wait(20)
@@ -68,7 +68,7 @@ def test_a_worker_outlives_what_is_no_exception() -> None:
         if len(failed) == 2:
             both.set()
 
-    worker = Worker("test", handle, note)
+    worker = QueueThreads("test", handle, note)
     for number in range(2):
         worker.put(number)
     assert both.wait(20) and failed == ["0 Panic: index out of bounds", "1 Panic: index out of bounds"]
@@ -82,7 +82,7 @@ def test_a_full_or_closed_worker_says_so() -> None:
         begun.set()
         holding.wait(20)
 
-    worker: Worker[int] = Worker("test", handle, lambda items, error: None, limit=2)
+    worker: QueueThreads[int] = QueueThreads("test", handle, lambda items, error: None, limit=2)
     worker.put(0)
     assert begun.wait(20)
     worker.put(1)
@@ -100,7 +100,7 @@ def test_a_full_or_closed_worker_says_so() -> None:
 def test_an_idle_worker_ends_at_once() -> None:
     """No poll stands between a stop and the end of a thread."""
     for _ in range(50):
-        assert Worker("test", lambda items: None, lambda items, error: None, threads=2).stop(5.0)
+        assert QueueThreads("test", lambda items: None, lambda items, error: None, threads=2).stop(5.0)
 
 
 def test_alarms_come_in_order_and_one_that_fails_stops_none() -> None:

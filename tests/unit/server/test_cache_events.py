@@ -10,7 +10,7 @@ import pytest
 from kvgrpc.events import BlockRemoved, EventPublisher, KVEventBatch
 from kvgrpc.hashing import sglang_event_hash
 from kvgrpc.model import Tier
-from kvgrpc.server.cache_events import TierEvents
+from kvgrpc.server.cache.events import TierEvents
 
 MOST = 65_536
 

@@ -8,7 +8,7 @@ from typing import Any
 from kvgrpc.model import Role
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.server.config import RankConfig, settings
-from kvgrpc.server.description import settings_in_force, versions
+from kvgrpc.server.port.description import settings_in_force, versions
 from kvgrpc.transfer.protocol.types import Timing
 from kvgrpc.v1 import server_service_pb2 as pb
 

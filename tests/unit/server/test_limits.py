@@ -8,7 +8,7 @@ import pytest
 
 from kvgrpc.dataplane.mooncake.plane import IN_FLIGHT, MooncakeDataPlane
 from kvgrpc.dataplane.shm.plane import ShmDataPlane
-from kvgrpc.server.description import rank_limits
+from kvgrpc.server.port.description import rank_limits
 from kvgrpc.transfer.protocol.types import Bounds
 
 FRAME_BYTES = 65_536

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvgrpc.server.serving import serve
+from kvgrpc.server.alone.serving import serve
 
 
 class Server:

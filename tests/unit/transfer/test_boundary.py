@@ -15,7 +15,7 @@ from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.server import DecodeRuntime, KVPoll, KVReceiver, KVSender, PrefillRuntime, Rank
-from kvgrpc.server.status import RankStatus
+from kvgrpc.server.rank.status import RankStatus
 from kvgrpc.transfer.aux_rows import AuxRows
 from kvgrpc.transfer.layout.pools import CopiedPages, pages_of_pools
 from kvgrpc.transfer.layout.topology import Shape

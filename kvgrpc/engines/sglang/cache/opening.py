@@ -19,8 +19,7 @@ from kvgrpc.errors import FeatureDisabled
 from kvgrpc.model import Layout, RankRef, Role
 from kvgrpc.net import split
 from kvgrpc.prefetch.model import Namespace, PrefetchLimits, StopPolicy
-from kvgrpc.server import RankConfig, settings
-from kvgrpc.server.cache_server import CacheServer, open_cache
+from kvgrpc.server import CacheServer, RankConfig, open_cache, settings
 
 if TYPE_CHECKING:
     from kvgrpc.engines.sglang.cache.hooks import Desk

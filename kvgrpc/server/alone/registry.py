@@ -15,12 +15,12 @@ from kvgrpc.registry.store.base import Store
 from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
-from kvgrpc.server.callers import CallersHere
+from kvgrpc.server.alone.serving import ServerAlone
 from kvgrpc.server.check import check_lease_ttl
-from kvgrpc.server.description import ServerInfo, limits_to_pb
-from kvgrpc.server.listener import Listener
-from kvgrpc.server.servicer import ServerServicer
-from kvgrpc.server.serving import ServerAlone
+from kvgrpc.server.port.callers import CallersHere
+from kvgrpc.server.port.description import ServerInfo, limits_to_pb
+from kvgrpc.server.port.listener import Listener
+from kvgrpc.server.port.servicer import ServerServicer
 from kvgrpc.v1.server_service_pb2 import ServerLimits
 from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
 

@@ -16,8 +16,8 @@ from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import CallerRole
 from kvgrpc.rpc.tls import certificate_end
-from kvgrpc.server.callers import CallersHere, first_fitting
-from kvgrpc.server.description import ServerInfo, port_security, versions
+from kvgrpc.server.port.callers import CallersHere, first_fitting
+from kvgrpc.server.port.description import ServerInfo, port_security, versions
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import server_service_pb2 as pb
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceServicer

@@ -12,7 +12,7 @@ from kvgrpc.events.endpoints import check_reached
 from kvgrpc.model import Layout, RankId, RankRef, check_rank, new_epoch
 from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.security import ServerSecurity
-from kvgrpc.server.events import EventServer
+from kvgrpc.server.alone.events import EventServer
 
 _LOOK_SECONDS = 0.005
 

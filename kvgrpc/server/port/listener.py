@@ -21,8 +21,8 @@ from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, Pings, server_options
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.server import add_absent, new_server
-from kvgrpc.server import health
-from kvgrpc.server.binding import bind
+from kvgrpc.server.port import health
+from kvgrpc.server.port.binding import bind
 
 _log = logging.getLogger(__name__)
 

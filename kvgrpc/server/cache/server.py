@@ -23,14 +23,14 @@ from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread, background
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES
-from kvgrpc.server.cache_peer import CachePeer
-from kvgrpc.server.callers import CallersHere
+from kvgrpc.server.cache.peer import CachePeer
 from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime
 from kvgrpc.server.config import RankConfig
-from kvgrpc.server.description import ServerInfo, limits_to_pb
-from kvgrpc.server.listener import Listener
-from kvgrpc.server.servicer import ServerServicer
+from kvgrpc.server.port.callers import CallersHere
+from kvgrpc.server.port.description import ServerInfo, limits_to_pb
+from kvgrpc.server.port.listener import Listener
+from kvgrpc.server.port.servicer import ServerServicer
 from kvgrpc.v1.prefetch_service_pb2_grpc import add_PrefetchServiceServicer_to_server
 from kvgrpc.v1.pull_service_pb2_grpc import add_PullServiceServicer_to_server
 from kvgrpc.v1.server_service_pb2 import ServerLimits

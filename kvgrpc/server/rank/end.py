@@ -20,10 +20,10 @@ from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.servicer import RegistryServicer
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.within import within
-from kvgrpc.server.cache_peer import CachePeer
+from kvgrpc.server.cache.peer import CachePeer
 from kvgrpc.server.closing import ClosingTime, aside
-from kvgrpc.server.listener import Listener
-from kvgrpc.server.status import RankStatus
+from kvgrpc.server.port.listener import Listener
+from kvgrpc.server.rank.status import RankStatus
 from kvgrpc.transfer.runtime.boundary import Runtime, prefill_of
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
 

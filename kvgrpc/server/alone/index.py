@@ -13,11 +13,11 @@ from kvgrpc.events.following.index_servicer import IndexServicer
 from kvgrpc.events.following.questions import MAX_BLOCKS, MAX_PLAN_PROMPTS, MAX_PROMPTS, MAX_TOKENS
 from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
-from kvgrpc.server.callers import CallersHere
-from kvgrpc.server.description import ServerInfo, limits_to_pb
-from kvgrpc.server.listener import Listener
-from kvgrpc.server.servicer import ServerServicer
-from kvgrpc.server.serving import ServerAlone
+from kvgrpc.server.alone.serving import ServerAlone
+from kvgrpc.server.port.callers import CallersHere
+from kvgrpc.server.port.description import ServerInfo, limits_to_pb
+from kvgrpc.server.port.listener import Listener
+from kvgrpc.server.port.servicer import ServerServicer
 from kvgrpc.v1.index_service_pb2_grpc import add_IndexServiceServicer_to_server
 from kvgrpc.v1.server_service_pb2 import IndexLimits, ServerLimits
 from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server

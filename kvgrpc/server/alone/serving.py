@@ -16,7 +16,7 @@ from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.server.check import check_call_limits
-from kvgrpc.server.listener import Listener
+from kvgrpc.server.port.listener import Listener
 
 _START_SECONDS = 10.0
 

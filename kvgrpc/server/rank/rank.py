@@ -1,4 +1,4 @@
-"""The only wiring: opens a rank out of the capabilities. How it ends is in ``rank_end.py``."""
+"""The only wiring: opens a rank out of the capabilities. How it ends is in ``end.py``."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.within import check_seconds
-from kvgrpc.server.cache_peer import CachePeer, lent_of
-from kvgrpc.server.callers import CallersHere
+from kvgrpc.server.cache.peer import CachePeer, lent_of
 from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime, close_at_exit, forget
 from kvgrpc.server.config import RankConfig
-from kvgrpc.server.description import ServerInfo, limits_to_pb, rank_limits, settings_in_force
-from kvgrpc.server.listener import Check, Listener
-from kvgrpc.server.load import RankLoad
-from kvgrpc.server.opening import cache_of, dialled_endpoint, peers_of, plane_of, publisher_of, watch_limit
-from kvgrpc.server.rank_end import Closed, RankEnd, RankParts
-from kvgrpc.server.servicer import ServerServicer
-from kvgrpc.server.status import RankStatus
+from kvgrpc.server.port.callers import CallersHere
+from kvgrpc.server.port.description import ServerInfo, limits_to_pb, rank_limits, settings_in_force
+from kvgrpc.server.port.listener import Check, Listener
+from kvgrpc.server.port.servicer import ServerServicer
+from kvgrpc.server.rank.end import Closed, RankEnd, RankParts
+from kvgrpc.server.rank.load import RankLoad
+from kvgrpc.server.rank.opening import cache_of, dialled_endpoint, peers_of, plane_of, publisher_of, watch_limit
+from kvgrpc.server.rank.status import RankStatus
 from kvgrpc.transfer.layout.topology import layers_of_pools, stages_of
 from kvgrpc.transfer.protocol.types import Target
 from kvgrpc.transfer.runtime.boundary import DecodeRuntime, PrefillRuntime, Runtime

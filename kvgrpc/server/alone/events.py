@@ -14,11 +14,11 @@ from kvgrpc.net import check_listen
 from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ServerSecurity
-from kvgrpc.server.callers import CallersHere
 from kvgrpc.server.check import check_call_limits
-from kvgrpc.server.description import ServerInfo, limits_to_pb
-from kvgrpc.server.listener import Check, Listener
-from kvgrpc.server.servicer import ServerServicer
+from kvgrpc.server.port.callers import CallersHere
+from kvgrpc.server.port.description import ServerInfo, limits_to_pb
+from kvgrpc.server.port.listener import Check, Listener
+from kvgrpc.server.port.servicer import ServerServicer
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
 from kvgrpc.v1.server_service_pb2 import ServerLimits
 from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server

@@ -31,12 +31,12 @@ from kvgrpc.pull.taker import Taker
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread, background
-from kvgrpc.server.callers import CallersHere
 from kvgrpc.server.closing import ClosingTime, aside
 from kvgrpc.server.config import RankConfig
-from kvgrpc.server.description import ServerInfo, limits_to_pb
-from kvgrpc.server.listener import Listener
-from kvgrpc.server.servicer import ServerServicer
+from kvgrpc.server.port.callers import CallersHere
+from kvgrpc.server.port.description import ServerInfo, limits_to_pb
+from kvgrpc.server.port.listener import Listener
+from kvgrpc.server.port.servicer import ServerServicer
 from kvgrpc.transfer.runtime.decode_manager import DecodeManager
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
 from kvgrpc.transfer.runtime.manager import TransferConfig

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Worker(Generic[T]):
+class QueueThreads(Generic[T]):
     """``threads`` daemon threads that hand items to ``handle``, up to ``most`` at once where that many wait.
 
     ``handle`` that raises has its items given to ``failed`` with the error. All methods are thread-safe; ``put`` only

@@ -1,0 +1,1 @@
+"""Servers without a rank: a registry, an index, an engine's events."""

@@ -1,0 +1,1 @@
+"""A cache of pages as others see it: asked by routers, lent to other engines, told in events."""

@@ -1,0 +1,1 @@
+"""One rank: opened out of the capabilities, watched, and closed."""
