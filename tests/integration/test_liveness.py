@@ -22,7 +22,8 @@ from tests.support.waiting import wait_until
 FAILED, WAITING, TRANSFERRING, SUCCESS = 0, 2, 3, 4
 HELD_SECONDS = 10.0
 # 3 s from the last word for the pings, and 1 s for another connection; a busy machine may add to it.
-SOONEST, LATEST = 3.4, 4.5 + 3.0
+BUSY_SECONDS = 3.0
+SOONEST, LATEST = 3.4, 4.5 + BUSY_SECONDS
 Start = Callable[..., RankProcess]
 # gRPC answers pings in threads of its own with either of its ways to poll.
 EVENT_ENGINES = pytest.mark.parametrize("event_engine", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -86,6 +87,24 @@ def test_an_interpreter_that_is_held_loses_no_room_at_any_stage(
         prefill.call("send", 9, [9])
         other.call("wait", "receivers", [9], [SUCCESS])
     wait_until(lambda: set(awake.call("session_states")) == {"OPEN"})
+
+
+@pytest.mark.parametrize("held", ["prefill", "decode"])
+def test_with_a_lower_bound_on_silence_a_held_interpreter_fails_its_rooms_in_that_time(start: Start, held: str) -> None:
+    prefill = start("P", "PREFILL", registry="embedded", silent_timeout=5.0)
+    decode = start("D", "DECODE", silent_timeout=5.0)
+    at_each_stage(prefill, decode, prefill.address)
+    silent, awake, side = (prefill, decode, "receivers") if held == "prefill" else (decode, prefill, "senders")
+    moment = time.monotonic()
+    silent.ask("hold", HELD_SECONDS)
+    (state,) = awake.call("wait", side, [4], [FAILED]).values()
+    # Its last word is up to a heartbeat older than the hold.
+    assert state[1] == "PEER_LOST" and 4.0 < state[2] - moment < 5.0 + BUSY_SECONDS
+    silent.answer()
+    decode.call("wait_release", [4])
+    decode.call("receive", 20, prefill.address, [8])
+    prefill.call("send", 20, [8])
+    decode.call("wait", "receivers", [20], [SUCCESS])
 
 
 @pytest.mark.skipif(OPENSSL is None, reason="makes its certificates with openssl")
