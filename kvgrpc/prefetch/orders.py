@@ -13,9 +13,9 @@ from collections.abc import Callable
 from kvgrpc.errors import Failure, ServerDraining
 from kvgrpc.prefetch.model import OperationKind, OperationState, PrefetchLimits, Stop
 from kvgrpc.prefetch.protocol.book import OperationBook
-from kvgrpc.prefetch.protocol.fair_queue import FairQueue
 from kvgrpc.prefetch.protocol.operation import Operation, state_of
 from kvgrpc.prefetch.protocol.order import Order
+from kvgrpc.prefetch.threads.queue_threads import FairQueue
 
 
 class EngineOrders:

@@ -22,5 +22,6 @@ _LOADED_WHEN_NAMED = {"KVReceiver": "kvgrpc.transfer.receiver", "KVSender": "kvg
 
 def __getattr__(name: str) -> Any:
     if name in _LOADED_WHEN_NAMED:
-        return getattr(importlib.import_module(_LOADED_WHEN_NAMED[name]), name)
+        found = globals()[name] = getattr(importlib.import_module(_LOADED_WHEN_NAMED[name]), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -57,8 +57,8 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     # Shells, which do I/O: a fault lives in a fork, so their tests begin no gRPC before it.
     "runtime": (
         "transfer/runtime/resolve.py transfer/runtime/room_locator.py transfer/runtime/death_proofs.py"
-        " transfer/runtime/worker.py transfer/runtime/guarded.py transfer/runtime/gather.py transfer/runtime/summing.py"
-        " transfer/runtime/fair_queue.py transfer/runtime/dead_peers.py transfer/runtime/past_rooms.py",
+        " transfer/runtime/worker.py transfer/runtime/guarded.py transfer/runtime/gather.py"
+        " transfer/runtime/write_queues.py transfer/runtime/dead_peers.py transfer/runtime/past_rooms.py",
         (
             *(
                 "unit/transfer/test_prefill_resolver.py",
@@ -99,7 +99,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "rest": (
         "hashing.py net.py paging.py arrays.py model.py prefetch/protocol/votes.py"
-        " prefetch/protocol/fair_queue.py prefetch/storage/keys.py",
+        " prefetch/threads/queue_threads.py prefetch/storage/keys.py",
         (
             *("unit/test_hashing.py", "unit/test_net.py", "unit/test_arrays.py", "unit/test_flat_ranks.py"),
             *("unit/test_model.py", "unit/test_paging.py"),

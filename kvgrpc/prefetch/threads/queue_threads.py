@@ -1,19 +1,66 @@
-"""A supervised thread with a fair, bounded queue: what one item does wrong ends that item, never the thread."""
+"""Supervised threads with a fair, bounded queue: what one item does wrong ends that item, never the thread."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from kvgrpc.errors import TooManyRequests
 from kvgrpc.observability import metrics
-from kvgrpc.prefetch.protocol.fair_queue import FairQueue
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """Of callers: the most urgent first, and among equals one caller after the other. Not thread-safe.
+
+    Items by priority (a smaller number is more urgent), round robin over tenants, in order within a tenant.
+    """
+
+    def __init__(self) -> None:
+        self._by_priority: dict[int, OrderedDict[str, deque[T]]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[T]:
+        for priority in sorted(self._by_priority):
+            for waiting in self._by_priority[priority].values():
+                yield from waiting
+
+    def put(self, item: T, priority: int = 0, tenant: str = "") -> None:
+        self._by_priority.setdefault(priority, OrderedDict()).setdefault(tenant, deque()).append(item)
+        self._count += 1
+
+    def pop(self) -> T:
+        """The next item. Raises IndexError when there is none."""
+        if not self._count:
+            raise IndexError("the queue is empty")
+        priority = min(self._by_priority)
+        tenants = self._by_priority[priority]
+        tenant, waiting = next(iter(tenants.items()))
+        item = waiting.popleft()
+        if waiting:
+            tenants.move_to_end(tenant)
+        else:
+            del tenants[tenant]
+            if not tenants:
+                del self._by_priority[priority]
+        self._count -= 1
+        return item
+
+    def clear(self) -> list[T]:
+        """Empties it; what was there, in order."""
+        items = list(self)
+        self._by_priority.clear()
+        self._count = 0
+        return items
 
 
 class QueueThreads(Generic[T]):

@@ -18,8 +18,7 @@ from kvgrpc.transfer.protocol.decode_held import HeldPages
 from kvgrpc.transfer.protocol.decode_pair import DecodePair, Stream
 from kvgrpc.transfer.protocol.decode_room import DecodePart, DecodeRoom
 from kvgrpc.transfer.protocol.page_check import WrittenPages
-from kvgrpc.transfer.protocol.pending_rooms import PendingRooms, take_keys
-from kvgrpc.transfer.protocol.silence import SilentPair, note_silence
+from kvgrpc.transfer.protocol.pairs import PendingRooms, SilentPair, note_silence, take_keys
 from kvgrpc.transfer.protocol.timers import Deadlines
 from kvgrpc.transfer.protocol.types import (
     PAST_FAILURES,

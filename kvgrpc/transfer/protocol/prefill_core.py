@@ -18,13 +18,12 @@ from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.chunks import Chunk
 from kvgrpc.transfer.protocol.fan_out import FanOut
-from kvgrpc.transfer.protocol.ownership import Ownership
+from kvgrpc.transfer.protocol.ownership import Ownership, Unnamed
 from kvgrpc.transfer.protocol.page_check import ReadPages
-from kvgrpc.transfer.protocol.pending_rooms import PendingRooms, take_keys
+from kvgrpc.transfer.protocol.pairs import PendingRooms, SilentPair, note_silence, take_keys
 from kvgrpc.transfer.protocol.prefill_memory import EndedRecords, StreamNumbers, UnknownWrites
 from kvgrpc.transfer.protocol.prefill_pair import PrefillPair
 from kvgrpc.transfer.protocol.prefill_room import PrefillRoom, Submission
-from kvgrpc.transfer.protocol.silence import SilentPair, note_silence
 from kvgrpc.transfer.protocol.timers import Deadlines
 from kvgrpc.transfer.protocol.types import (
     HARDLY_GUESSED,
@@ -45,7 +44,6 @@ from kvgrpc.transfer.protocol.types import (
     Timing,
     Writes,
 )
-from kvgrpc.transfer.protocol.unnamed import Unnamed
 
 _UNKNOWN: Final = Outcome.FAILED_UNKNOWN  # reading it off its class costs more than the comparison
 __all__ = ["Chunk", "PrefillCore", "PrefillPair", "PrefillRoom", "PrefillWork", "Submission"]

@@ -30,7 +30,7 @@ from kvgrpc.transfer.layout.topology import Shape
 from kvgrpc.transfer.protocol.failures import RETRY_SECONDS
 from kvgrpc.transfer.protocol.fan_out import PlaceHandle
 from kvgrpc.transfer.protocol.page_check import PoolSize
-from kvgrpc.transfer.protocol.silence import SilentPair
+from kvgrpc.transfer.protocol.pairs import SilentPair
 from kvgrpc.transfer.protocol.types import (
     POLL_FAILED,
     POLL_SUCCESS,

@@ -21,10 +21,9 @@ from kvgrpc.observability import metrics
 from kvgrpc.transfer.layout.plan import Geometry, Plan, geometry, joined
 from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
 from kvgrpc.transfer.runtime.checksums import PageReader
-from kvgrpc.transfer.runtime.fair_queue import SubmissionQueue
 from kvgrpc.transfer.runtime.gather import GatheredTransfer, GatherStaging, PeerSlots
 from kvgrpc.transfer.runtime.guarded import GuardedPlane, attempt
-from kvgrpc.transfer.runtime.summing import Sets, SummingQueue
+from kvgrpc.transfer.runtime.write_queues import Sets, SubmissionQueue, SummingQueue
 
 logger = logging.getLogger(__name__)
 Outcomes = list[tuple[Submission, Result]]

@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from kvgrpc.errors import TooManyRequests
-from kvgrpc.prefetch.protocol.fair_queue import FairQueue
-from kvgrpc.prefetch.threads.queue_threads import QueueThreads
+from kvgrpc.prefetch.threads.queue_threads import FairQueue, QueueThreads
 from kvgrpc.prefetch.threads.timers import Alarms
 
 

@@ -13,7 +13,7 @@ from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, Stream
-from kvgrpc.transfer.protocol.silence import SilentPair
+from kvgrpc.transfer.protocol.pairs import SilentPair
 from kvgrpc.transfer.protocol.types import (
     Destination,
     KVPoll,

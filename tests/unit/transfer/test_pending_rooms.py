@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvgrpc.transfer.protocol.pending_rooms import PendingRooms, take_keys
+from kvgrpc.transfer.protocol.pairs import PendingRooms, take_keys
 from kvgrpc.transfer.protocol.types import RoomKey
 
 

@@ -15,7 +15,7 @@ from kvgrpc.model import Pool, RankId, RankRef
 from kvgrpc.transfer.protocol.destination import U32Array
 from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
 from kvgrpc.transfer.protocol.types import RoomKey
-from kvgrpc.transfer.runtime import summing
+from kvgrpc.transfer.runtime import write_queues
 from kvgrpc.transfer.runtime.checksums import PageReader
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
 from kvgrpc.transfer.runtime.worker import PeerMemory, TransferWorker
@@ -92,7 +92,7 @@ def test_one_long_chunk_takes_many_turns(bench: Bench) -> None:
     before = bench.worker.turns
     bench.worker.submit([bench.submission(1, bench.verifying)])
     bench.until(1)
-    assert bench.worker.turns - before >= PAGES * PAGE_BYTES // summing.BYTES_OF_A_TURN
+    assert bench.worker.turns - before >= PAGES * PAGE_BYTES // write_queues.BYTES_OF_A_TURN
 
 
 def test_a_peer_that_does_not_verify_waits_for_no_checksum_of_another(bench: Bench, slow: threading.Event) -> None:

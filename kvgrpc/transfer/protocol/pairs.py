@@ -1,16 +1,17 @@
-"""News for peers: the rooms of each pair that changed, and the pairs that have something to say now. Pure.
+"""What both cores do for a pair: news that its peer is told, and its peer's silence, which people are shown. Pure.
 
-No message is kept: a pair's ``pending_rooms`` says which rooms changed, their latest state is read when it is told. So
-it is bounded by the rooms.
+News are the rooms that changed, by pair. No message is kept: a pair's ``pending_rooms`` says which rooms changed, their
+latest state is read when it is told. So it is bounded by the rooms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from kvgrpc.transfer.protocol.types import RoomKey
+from kvgrpc.model import RankRef
+from kvgrpc.transfer.protocol.types import RoomKey, Timing
 
 # Of one frame. More at once are no faster, and what lives for a frame's time is what the garbage collector looks at.
 ROOMS_AT_ONCE = 1024
@@ -80,3 +81,29 @@ def take_keys(pair: PeerToTell, most: int = ROOMS_AT_ONCE) -> list[RoomKey]:
         for key in taken:
             del pending[key]
     return taken
+
+
+class SilentPair(NamedTuple):
+    """A pair whose peer said nothing for ``seconds`` though its connection stands, or that is no longer ``silent``.
+    ``rooms``: how many depend on it. People are shown it, and it is nobody's failure (rule 3, break and loss)."""
+
+    ref: RankRef
+    silent: bool
+    seconds: float
+    rooms: int
+
+
+class _Pair(Protocol):
+    @property
+    def ref(self) -> RankRef: ...
+
+    silent: bool
+
+
+def note_silence(pair: _Pair, since: int | None, rooms: int, now: int, timing: Timing) -> SilentPair | None:
+    """Returns what is to be told of a pair in this tick. ``since``: when its peer was heard, or reached, last; None: no
+    connection stands."""
+    before, pair.silent = pair.silent, since is not None and now - since > timing.silent_after
+    if since is None or pair.silent == before:
+        return None
+    return SilentPair(pair.ref, pair.silent, (now - since) * timing.tick_seconds, rooms)
