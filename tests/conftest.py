@@ -11,6 +11,8 @@ import pytest
 # Tests that failed and passed when run once more; .ci/run has that done (--reruns), so that one that is not steady does
 # not refuse a day's work. They are listed as RERUN, to be mended. More of them are no bad luck.
 MOST_RERUNS = 3
+# Names the file in which all pytest processes of one run note how many they had run again.
+TALLY = "TEST_RERUNS_TALLY"
 
 with contextlib.suppress(ImportError):  # the environment of an engine has no Hypothesis
     from hypothesis import HealthCheck, settings
@@ -50,7 +52,20 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None:
         return
-    run_again = len(reporter.stats.get("rerun", []))
-    if run_again > MOST_RERUNS and exitstatus == pytest.ExitCode.OK:
+    here = len(reporter.stats.get("rerun", []))
+    run_again = _all_of_this_run(here)
+    if here and run_again > MOST_RERUNS and exitstatus == pytest.ExitCode.OK:
         reporter.write_line(f"{run_again} tests had to be run again, of {MOST_RERUNS} that may", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _all_of_this_run(here: int) -> int:
+    """With those of the processes that ended before this one, where they keep a tally."""
+    if not (tally := os.environ.get(TALLY)):
+        return here
+    with open(tally, "a+") as file:  # one short line is appended whole, whoever else appends
+        if here:
+            file.write(f"{here}\n")
+            file.flush()
+        file.seek(0)
+        return sum(int(line) for line in file)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import MOST_RERUNS
+from tests.conftest import MOST_RERUNS, TALLY
 
 ROOT = Path(__file__).parents[2]
 UNSTEADY = """
@@ -26,9 +27,26 @@ def test_that_fails(number):
     ("tests", "failures", "passes"), [(MOST_RERUNS, 1, True), (MOST_RERUNS + 1, 1, False), (1, 2, False)]
 )
 def test_a_few_tests_may_fail_once(tmp_path: Path, tests: int, failures: int, passes: bool) -> None:
-    (tmp_path / "test_unsteady.py").write_text(UNSTEADY.format(tests=tests, failures=failures))
-    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_sessionfinish\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", f"--rootdir={tmp_path}", "--reruns=1", "-raR"]
-    done = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=50)
-    assert (done.returncode == 0) == passes, done.stdout + done.stderr
-    assert done.stdout.count("RERUN") == tests
+    assert run_unsteady(tmp_path, tests, failures) == passes
+
+
+def test_all_processes_of_a_run_share_the_few(tmp_path: Path) -> None:
+    """`make test` has several; each takes what those before it left."""
+    tally = {TALLY: str(tmp_path / "tally")}
+    assert run_unsteady(tmp_path / "first", MOST_RERUNS, 1, tally)
+    assert run_unsteady(tmp_path / "second", 1, 0, tally), "it had none run again"
+    assert not run_unsteady(tmp_path / "third", 1, 1, tally)
+
+
+def run_unsteady(folder: Path, tests: int, failures: int, tally: dict[str, str] | None = None) -> bool:
+    """Runs so many tests that fail so many times each; True if the run passed."""
+    folder.mkdir(exist_ok=True)
+    (folder / "test_unsteady.py").write_text(UNSTEADY.format(tests=tests, failures=failures))
+    (folder / "conftest.py").write_text("from tests.conftest import pytest_sessionfinish\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", f"--rootdir={folder}", "--reruns=1", "-raR"]
+    environment = {name: value for name, value in os.environ.items() if name != TALLY} | (tally or {})
+    done = subprocess.run(
+        [*command, str(folder)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=50
+    )
+    assert done.stdout.count("RERUN") == (tests if failures else 0), done.stdout + done.stderr
+    return done.returncode == 0

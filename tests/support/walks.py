@@ -77,7 +77,7 @@ def event(walk: Walk) -> None:
             for block in (7, 8):
                 with walk.unit() if block == 8 else contextlib.nullcontext():
                     await engine.store([block])
-                    await until(lambda block=block: bool(follower.media_of(block)))
+                    await until(lambda block=block: bool(follower.media_of(block)))  # type: ignore[misc]
 
     asyncio.run(publish())
 
