@@ -84,8 +84,10 @@ class Lender:
     def lend(self, hashes: Sequence[str], first: int, room: int, taker: RankRef) -> Loan | None:
         """Copies ``hashes[first:]`` as far as the host has them and as there is room for. None: nothing is lent.
 
-        Raises TooManyRequests while everything that this taker may have, or that there is, is lent.
+        Raises TooManyRequests while everything that this taker may have, or that there is, is lent. Who waits asks each
+        20 ms, and the cache is not read for it.
         """
+        self._check_room(taker)
         # An engine pins what is read.
         with self._cache.reading(hashes[: first + self._share]) as pages:
             there = len(pages) - first
@@ -137,19 +139,29 @@ class Lender:
         with self._lock:
             self._lent_to -= Counter({taker.rank.engine: pages})
 
+    def _check_room(self, taker: RankRef) -> None:
+        """Raises TooManyRequests where this taker cannot have a single page now."""
+        lending = self._staging.lending
+        with self._lock:
+            if self._lent_to[taker.rank.engine] >= self._share or lending.taken == lending.size:
+                raise self._all_is_lent(taker, 1)
+
     def _take(self, taker: RankRef, most: int) -> list[int]:
         with self._lock:
             share = self._share - self._lent_to[taker.rank.engine]
             staged = self._staging.lending.take(min(most, share)) if share > 0 else []
             if not staged:
-                lent = self._staging.lending.taken
-                raise TooManyRequests(
-                    f"{lent} pages are lent, {self._share - share} of them to {taker.rank.engine}",
-                    metadata={"limit": self._share, "value": most, "scope": "lent pages"},
-                    retry_after=_RETRY_SECONDS,
-                )
+                raise self._all_is_lent(taker, most)
             self._lent_to[taker.rank.engine] += len(staged)
             return staged
+
+    def _all_is_lent(self, taker: RankRef, most: int) -> TooManyRequests:
+        lent, engine = self._staging.lending.taken, taker.rank.engine
+        return TooManyRequests(
+            f"{lent} pages are lent, {self._lent_to[engine]} of them to {engine}",
+            metadata={"limit": self._share, "value": most, "scope": "lent pages"},
+            retry_after=_RETRY_SECONDS,
+        )
 
 
 @dataclass(eq=False, slots=True)

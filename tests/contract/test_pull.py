@@ -299,6 +299,7 @@ def test_one_engine_has_at_most_half_of_what_may_be_lent(fleet: Fleet) -> None:
     hashes = hashes_of(prompt(8))
     holder.fill(hashes)
     greedy, other = holder.rank.ref, RankRef(RankId("other"), holder.rank.ref.epoch)
+    reads = reads_of(holder)
 
     def lend(stub: PullServiceStub, room: int, taker: RankRef) -> int:
         request = pb.LendPagesRequest(
@@ -316,4 +317,20 @@ def test_one_engine_has_at_most_half_of_what_may_be_lent(fleet: Fleet) -> None:
             with pytest.raises(grpc.RpcError) as error:
                 lend(stub, 2, again)
             assert error_from(error.value).retry_after is not None
+        assert len(reads) == 1, "the cache is not read for those who get nothing"
         assert lend(stub, 3, other) == 4
+
+
+def reads_of(rank: CacheRank) -> list[int]:
+    """How many pages were wanted each time that a lender reads the cache, from now on."""
+    cache, reads = peer_of(rank)._lender._cache, list[int]()
+
+    class Counted:
+        buffers = cache.buffers
+
+        def reading(self, hashes: list[str]) -> Any:
+            reads.append(len(hashes))
+            return cache.reading(hashes)
+
+    peer_of(rank)._lender._cache = Counted()
+    return reads

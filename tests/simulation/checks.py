@@ -121,21 +121,25 @@ def _open_at_decode(link: Link) -> Iterator[tuple[RoomKey, Callable[[], bool]]]:
         room = link.decode.core.rooms[key]
         part = room.part_of(pair)
         if not room.ended and part is not None and not part.settled:
-            yield key, partial(_over, room, part)
+            yield key, partial(_over_at_decode, room, part)
 
 
 def _open_at_prefill(core: PrefillCore, pair: PrefillPair) -> Iterator[tuple[RoomKey, Callable[[], bool]]]:
     for key in sorted(pair.rooms):
         record = core.rooms[key]
         if not record.ended:
-            yield key, partial(_over, record)
+            yield key, partial(_over_at_prefill, core, record)
 
 
-def _over(room: DecodeRoom | PrefillRoom, part: DecodePart | None = None) -> bool:
-    """Or, at decode, it is another's now: prefill was never told of the room: nothing is lost (3, break and loss)."""
-    if room.ended or part is None or not isinstance(room, DecodeRoom):
-        return room.ended
-    return part.settled or room.part_of(part.pair) is not part
+def _over_at_prefill(core: PrefillCore, record: PrefillRoom) -> bool:
+    """Or gone: the last word of a decode was that it forgets a room for which no sender had come (11, memory of
+    the ended)."""
+    return record.ended or core.rooms.get(record.key) is not record
+
+
+def _over_at_decode(room: DecodeRoom, part: DecodePart) -> bool:
+    """Or it is another's now: prefill was never told of the room: nothing is lost (3, break and loss)."""
+    return room.ended or part.settled or room.part_of(part.pair) is not part
 
 
 def check_rooms_are_known(
