@@ -63,6 +63,7 @@ class EngineTable:
             del self._engines[engine.name]
             del self._by_role[engine.role][engine.name]
             del self._names[bisect.bisect_left(self._names, engine.name)]
+            self.departures.left(engine.name)
 
     def take_changes(self) -> list[EngineChange]:
         """Returns what changed since it was last asked, one entry an engine; what came and went in between is not
@@ -148,6 +149,7 @@ class EngineTable:
         self._engines[engine.name] = engine
         self._by_role[engine.role][engine.name] = engine
         bisect.insort(self._names, engine.name)
+        self.departures.came(engine.name)
         return engine
 
     def _touch(self, rank: RankId, engine: RegisteredEngine | None) -> None:

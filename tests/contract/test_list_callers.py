@@ -10,9 +10,13 @@ import pytest
 from kvgrpc.client import Client
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Layout
+from kvgrpc.rpc.callers import Who
 from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.interceptors import Admission, OpenCalls
+from kvgrpc.rpc.interceptors.call import Method
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.server import RegistryServer
+from kvgrpc.server.port.callers import CallersHere
 from kvgrpc.v1 import registry_service_pb2 as registry_pb
 from kvgrpc.v1 import server_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import ROLE_PREFILL
@@ -86,6 +90,40 @@ async def test_they_come_in_pages(registry: RegistryServer) -> None:
         assert isinstance(await failure(stub.ListCallers(wrong, timeout=10)), InvalidRequest)
     await watching.aclose()  # type: ignore[attr-defined]  # it is an async generator
     await router.close()
+
+
+async def test_callers_are_gathered_once_for_all_pages_of_a_list(registry: RegistryServer) -> None:
+    address = registry.address
+    async with open_channel(address, proof("ranks")) as channel, Client(address, proof("router")) as router:
+        await RegistryServiceStub(channel).Register(request_of(*ranks(Layout())), timeout=10)
+        watching = router.watch_engines()
+        await anext(watching)
+        admission = registry._listener.admission
+        here = CallersHere(admission, [registry._servicer.readers], registry._servicer.store.rows_by_owner)
+        first, after = await here.page("", 1, True)
+        await watching.aclose()  # type: ignore[attr-defined]  # it is an async generator
+        await until(lambda: not admission.open_calls)
+        second, end = await here.page(after, 1, True)
+        assert ([each.name for each in first + second], end) == (["consumer router-a", "rank P*"], "")
+        assert [each.name for each in (await here.page("", 2, True))[0]] == ["rank P*"]  # a new list looks again
+
+
+async def test_one_that_ends_while_callers_are_gathered_is_not_told_with_nothing_open() -> None:
+    method, going = Method("/kvgrpc.v1.TransferService/ListRooms", False), Who("goes", "127.0.0.1", None)
+    admission = Admission()
+
+    class Ending(OpenCalls):
+        """Between two pieces the other call ends."""
+
+        def copy(self) -> OpenCalls:
+            admission._end(going, method)
+            return super().copy()
+
+    admission._open = {Who("stays", "127.0.0.1", None): Ending(), going: OpenCalls()}
+    for calls in admission._open.values():
+        calls.add(method, 1)
+    found, _ = await CallersHere(admission).page("", 10, False)
+    assert [(each.name, each.open_calls) for each in found] == [("stays", 1)]
 
 
 async def test_a_reader_of_events_is_behind_by_what_it_was_not_sent() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ from kvgrpc.events import open_publisher
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.prefetch.model import OperationKind
 from kvgrpc.prefetch.protocol.order import Order
+from kvgrpc.pull.model import PullConfig
 from kvgrpc.rpc.status import error_from
 from kvgrpc.server import EventServer, IndexServer, RegistryServer
 from kvgrpc.transfer import KVPoll
@@ -152,6 +154,24 @@ def test_a_cache_begins_prefetches_again(tmp_path: Path) -> None:
             assert client.health("kvgrpc.v1.PrefetchService") == "SERVING"
             assert cache.manager.start(order).wait(20)
             cache.assert_bytes(hashes)
+    finally:
+        cache.close()
+
+
+def test_a_cache_takes_no_drain_back_at_its_own_port_while_its_rank_drains(tmp_path: Path) -> None:
+    cache = open_cache_rank(tmp_path, pull=PullConfig(staging_pages=8))
+    try:
+        peer: Any = cache.rank
+        with SyncClient(cache.address) as client, SyncClient(peer._parts.cache_peer.address) as own_port:
+            client.drain(0.0)
+            with pytest.raises(ServerDraining):
+                own_port.undrain()
+            assert own_port.get_server_info().draining
+            client.undrain()
+            assert not own_port.get_server_info().draining
+            own_port.drain(0.0)
+            own_port.undrain()
+            assert not own_port.get_server_info().draining
     finally:
         cache.close()
 

@@ -66,6 +66,9 @@ class OpenCalls:
         if not self.by_path[method.path]:
             del self.by_path[method.path]
 
+    def copy(self) -> OpenCalls:
+        return OpenCalls(self.unary, self.streams, self.by_path.copy())
+
 
 class Admission:
     """Bounds of one server: unary calls in flight, open streams, and both of one caller. Lives on one event loop."""

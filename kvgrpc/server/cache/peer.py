@@ -63,10 +63,17 @@ class CachePeer:
     """
 
     def __init__(
-        self, config: RankConfig, pull: PullConfig, ref: RankRef, lends: LentPages, backend: PeersBackend
+        self,
+        config: RankConfig,
+        pull: PullConfig,
+        ref: RankRef,
+        lends: LentPages,
+        backend: PeersBackend,
+        rank_drains: Callable[[], bool],
     ) -> None:
         """Opens the data plane and takes the staging memory. Raises FeatureDisabled, MemoryError."""
         self._config, self._pull, self._ref = config, pull, ref
+        self._rank_drains = rank_drains
         self._backend = backend
         self._loop = LoopThread.shared()
         self.plane: DataPlane = _plane_like(config)
@@ -146,6 +153,8 @@ class CachePeer:
     async def undrain(self, end_drain: Callable[[], Awaitable[None]]) -> None:
         if self._ended:
             raise ServerDraining(f"the cache of {self._ref} is about to end")
+        if self._rank_drains():
+            raise ServerDraining(f"{self._ref} drains, and its cache with it: undrain the rank, at its own address")
         await end_drain()
         self.undrain_now()
 

@@ -104,7 +104,9 @@ class CacheServer:
         config = self.config
         if self._pulls is not None and config.pull is not None:
             lends, backend = self._pulls
-            self._peer = await asyncio.to_thread(CachePeer, config, config.pull, self.cache.rank, lends, backend)
+            self._peer = await asyncio.to_thread(
+                CachePeer, config, config.pull, self.cache.rank, lends, backend, lambda: self._listener.draining
+            )
             await self._peer.open()
         bound = await self._listener.start(
             self._add_servicers,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +16,8 @@ from kvgrpc.v1 import server_service_pb2 as pb
 MAX_PAGE_BYTES = 1 << 20
 # Of one caller.
 MAX_METHODS = MAX_READERS = 64
+# Whoever asks for the next page later sees the callers of then.
+_LISTED_SECONDS = 10.0
 
 
 @dataclass(slots=True)
@@ -24,11 +28,11 @@ class CallerHere:
     calls: OpenCalls = field(default_factory=OpenCalls)
     rows: int = 0
     readers: list[NewsReader] = field(default_factory=list)
+    key: str = field(init=False)
+    """By which callers are listed."""
 
-    @property
-    def key(self) -> str:
-        """By which callers are listed."""
-        return "\0".join((self.who.name, self.who.host, self.who.role.value if self.who.role else ""))
+    def __post_init__(self) -> None:
+        self.key = "\0".join((self.who.name, self.who.host, self.who.role.value if self.who.role else ""))
 
     def to_pb(self) -> pb.Caller:
         methods = self.calls.by_path.most_common(MAX_METHODS)
@@ -61,24 +65,53 @@ class CallersHere:
         self._admission = admission
         self._readers = readers
         self._rows = rows
+        # As the last list saw them that began.
+        self._listed: list[CallerHere] | None = None
 
-    def now(self, authenticates: bool) -> list[CallerHere]:
-        """All of them, ordered by name, host and role. ``authenticates``: callers prove a role, so rows are ranks'."""
-        found = {calling: CallerHere(calling, calls) for calling, calls in self._admission.open_calls.items()}
+    async def page(self, after: str, size: int, authenticates: bool) -> tuple[list[pb.Caller], str]:
+        """At most ``size`` of them behind the key ``after``, at least one where there is one, and the key of the last;
+        an empty key: no more are there. ``authenticates``: callers prove a role, so rows are ranks'.
+
+        The first page looks at all callers, those behind it at what that one saw.
+        """
+        if not after or self._listed is None:
+            self._listed = await self._now(authenticates)
+            asyncio.get_running_loop().call_later(_LISTED_SECONDS, self._forget, self._listed)
+        listed = self._listed
+        first = bisect.bisect_right(listed, after, key=lambda caller: caller.key)
+        page = await _first_fitting(listed[first : first + size])
+        return page, listed[first + len(page) - 1].key if first + len(page) < len(listed) else ""
+
+    async def _now(self, authenticates: bool) -> list[CallerHere]:
+        """All of them, ordered by name, host and role; in pieces, and one that ended meanwhile is not among them."""
+        found: dict[Who, CallerHere] = {}
 
         def of(calling: Who) -> CallerHere:
             if calling not in found:
                 found[calling] = CallerHere(calling)
             return found[calling]
 
-        for reader in (each for readers in self._readers for each in readers()):
-            of(reader.who).readers.append(reader)
-        for (name, host), rows in self._rows().items():
-            of(Who(name, host, CallerRole.RANK if authenticates else None)).rows = rows
+        def gathered() -> Iterator[None]:
+            for calling, calls in list(self._admission.open_calls.items()):
+                if calls.by_path:
+                    of(calling).calls = calls.copy()
+                yield
+            for reader in (each for readers in self._readers for each in list(readers())):
+                of(reader.who).readers.append(reader)
+                yield
+            for (name, host), rows in self._rows().items():
+                of(Who(name, host, CallerRole.RANK if authenticates else None)).rows = rows
+                yield
+
+        await in_pieces(gathered())
         return sorted(found.values(), key=lambda caller: caller.key)
 
+    def _forget(self, listed: Sequence[CallerHere]) -> None:
+        if self._listed is listed:
+            self._listed = None
 
-async def first_fitting(callers: Sequence[CallerHere]) -> list[pb.Caller]:
+
+async def _first_fitting(callers: Sequence[CallerHere]) -> list[pb.Caller]:
     """The first of them that one page takes, at least one."""
 
     def encoded() -> Iterator[pb.Caller]:

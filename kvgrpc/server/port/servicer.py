@@ -16,7 +16,7 @@ from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import CallerRole
 from kvgrpc.rpc.tls import certificate_end
-from kvgrpc.server.port.callers import CallersHere, first_fitting
+from kvgrpc.server.port.callers import CallersHere
 from kvgrpc.server.port.description import ServerInfo, port_security, versions
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import server_service_pb2 as pb
@@ -116,10 +116,8 @@ class ServerServicer(ServerServiceServicer):
 
     async def ListCallers(self, request: pb.ListCallersRequest, context: object) -> pb.ListCallersResponse:
         after = read_page_token("ListCallers", request.page_token)
-        size = page_size(request.page_size)
-        rest = [caller for caller in self._callers.now(self._info.security.authenticates) if caller.key > after]
-        page = await first_fitting(rest[:size])
-        token = page_token("ListCallers", rest[len(page) - 1].key) if len(page) < len(rest) else ""
+        page, last = await self._callers.page(after, page_size(request.page_size), self._info.security.authenticates)
+        token = page_token("ListCallers", last) if last else ""
         return pb.ListCallersResponse(callers=page, next_page_token=token)
 
     async def _certificate_end(self) -> float | None:

@@ -250,7 +250,7 @@ class Rank(Generic[Transfer]):
         self.transfer.start()
         if self.prefetch is not None and parts.peers is not None and config.pull is not None:
             parts.cache_peer = await asyncio.to_thread(
-                CachePeer, config, config.pull, self.ref, lent_of(self.prefetch), parts.peers
+                CachePeer, config, config.pull, self.ref, lent_of(self.prefetch), parts.peers, self._drains
             )
             await parts.cache_peer.open()
             self.load.add_pulls(parts.cache_peer.add_load)
@@ -377,11 +377,12 @@ class Rank(Generic[Transfer]):
             registration=lambda: parts.registration,
         )
 
-        def draining() -> bool:
-            return parts.listener is not None and parts.listener.draining
-
-        add_ServerServiceServicer_to_server(ServerServicer(info, self, draining, self._callers()), server)
+        add_ServerServiceServicer_to_server(ServerServicer(info, self, self._drains, self._callers()), server)
         return names
+
+    def _drains(self) -> bool:
+        listener = self._parts.listener
+        return listener is not None and listener.draining
 
     def _callers(self) -> CallersHere:
         listener, events, registry = self._parts.listener, self._parts.event_servicer, self._parts.registry

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvgrpc.model import Layout, RankId, RankRef
@@ -71,3 +73,57 @@ def test_the_last_ones_are_remembered_and_no_more() -> None:
     departures.note(RankRef(ids[1], 2), Absence.FENCED, 9.0)
     departures.note(RankRef(ids[0], 1), Absence.LEASE_RAN_OUT, 10.0)
     assert [(each.ref.rank, each.ref.epoch) for each in departures.among(ids)] == [(ids[0], 1), (ids[1], 2)]
+
+
+def gone(engine: str, *tps: int) -> list[RankRef]:
+    return [RankRef(RankId(engine, tp=tp), 1) for tp in tps]
+
+
+def remembered(departures: Departures, refs: list[RankRef]) -> list[int]:
+    return [each.ref.rank.tp for each in departures.among(ref.rank for ref in refs)]
+
+
+def test_an_engine_whose_ranks_come_and_go_pushes_out_its_own_alone() -> None:
+    departures = Departures(most=8)
+    departures.came("honest")
+    departures.came("greedy")
+    honest, greedy = gone("honest", 0, 1), gone("greedy", *range(100))
+    for when, ref in enumerate(honest + greedy):
+        departures.note(ref, Absence.DEREGISTERED, when)
+    assert remembered(departures, honest) == [0, 1]
+    assert remembered(departures, greedy) == list(range(94, 100))
+
+
+def test_engines_that_left_as_a_whole_push_out_no_engine_that_is_there() -> None:
+    departures = Departures(most=4)
+    departures.came("honest")
+    honest = gone("honest", 3)
+    departures.note(honest[0], Absence.LEASE_RAN_OUT, 0.0)
+    for number in range(100):
+        name = f"greedy-{number}"
+        departures.came(name)
+        departures.left(name)
+        departures.note(gone(name, 0)[0], Absence.DEREGISTERED, float(number))
+    assert remembered(departures, honest) == [3]
+    assert [remembered(departures, gone(f"greedy-{number}", 0)) for number in (96, 97, 98, 99)] == [[], [0], [0], [0]]
+
+
+def test_however_they_come_and_go_no_more_than_the_most_are_kept_and_all_of_them_are_found() -> None:
+    seeded = random.Random(26)
+    departures, here = Departures(most=50), set[str]()
+    refs = [ref for engine in "abcdef" for ref in gone(engine, *range(20))]
+    for when in range(5_000):
+        ref = seeded.choice(refs)
+        engine, what = ref.rank.engine, seeded.randrange(8)
+        if what == 0 and engine not in here:
+            departures.came(engine)
+            here.add(engine)
+        elif what == 1 and engine in here:
+            departures.left(engine)
+            here.discard(engine)
+        elif what == 2:
+            departures.forget(ref.rank)
+        elif what > 2:
+            departures.note(ref, Absence.DEREGISTERED, float(when))
+        kept = departures.among(each.rank for each in refs)
+        assert len(kept) == departures.count <= 50
