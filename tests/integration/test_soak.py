@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from kvgrpc.dataplane.base import Outcome
+from tests.contract.hostile.floods import FLOODS
 from tests.soak import rank, router
+from tests.soak.floods import FloodPlan, FloodSoak
 from tests.soak.node import Engine
 from tests.soak.orders import NO_REASON, ROOM_SECONDS, Ended, Fault, OpenRank, content
 from tests.soak.pulls import PullPlan, PullSoak
@@ -59,6 +61,14 @@ def test_pulls_among_engines_that_are_killed_and_stopped_bring_right_bytes(data_
     result = PullSoak(PullPlan(12.0, data_plane), tmp_path).run()
     assert result.problems == [], (tmp_path / f"pulls-{data_plane}.log").read_text()[-4000:]
     assert result.faults.total() >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(290)
+def test_beside_each_flood_rooms_bring_right_bytes_and_none_is_lost() -> None:
+    result = FloodSoak(FloodPlan(15.0)).run()
+    assert result.problems == []
+    assert set(result.rooms) == {flood.__name__ for flood in FLOODS} and 0 not in result.rooms.values()
 
 
 def never_opens(pipe: Connection, *others: object) -> None:

@@ -1,8 +1,8 @@
 """``make soak``: thousands of hand-offs between engines of unequal tp, with ranks killed and stopped, writes that fail;
-then pulls among caches, whose engines are killed, stopped and emptied.
+then pulls among caches, whose engines are killed, stopped and emptied; then floods of HTTP/2 frames beside a pair.
 
 ``python -m tests.soak [--rooms 2000] [--seconds 60] [--data-plane shm] [--data-plane mooncake] [--pull-seconds 20]
-[--json PATH]``. With several data planes each gets its share of rooms and time. The last line is
+[--flood-seconds 30] [--json PATH]``. With several data planes each gets its share of rooms and time. The last line is
 ``kvgrpc soak: OK (...)`` or ``FAILED``.
 """
 
@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvgrpc.dataplane.base import Outcome
+from tests.soak.floods import FloodPlan, FloodResult, FloodSoak
 from tests.soak.pulls import PullPlan, PullResult, PullSoak
 from tests.soak.router import Router
 from tests.soak.verdict import Plan, Result
@@ -31,6 +32,7 @@ def main() -> int:
     console = Console() if sys.stdout.isatty() else Console(width=140)
     results: list[Result] = []
     pulled: list[PullResult] = []
+    flooded: list[FloodResult] = []
     logs = Path(tempfile.mkdtemp(prefix="kvgrpc-soak-"))
     for number, data_plane in enumerate(options.data_plane):
         share = len(options.data_plane)
@@ -47,7 +49,10 @@ def main() -> int:
         if options.pull_seconds:
             plan_of_pulls = PullPlan(options.pull_seconds / share, data_plane, seed=options.seed + number)
             pulled.append(PullSoak(plan_of_pulls, logs).run())
-    ended: list[Result | PullResult] = [*results, *pulled]
+        if options.flood_seconds:
+            plan_of_floods = FloodPlan(options.flood_seconds / share, data_plane, seed=options.seed + number)
+            flooded.append(FloodSoak(plan_of_floods).run())
+    ended: list[Result | PullResult | FloodResult] = [*results, *pulled, *flooded]
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(result) for result in ended], indent=1) + "\n")
     problems = [problem for result in ended for problem in result.problems]
@@ -57,7 +62,8 @@ def main() -> int:
         console.print(f"what the processes said: {logs}", markup=False)
     else:
         shutil.rmtree(logs)
-    print(f"kvgrpc soak: {'FAILED' if problems else 'OK'} ({_summary(results)}{_summary_of_pulls(pulled)})")
+    done = f"{_summary(results)}{_summary_of_pulls(pulled)}{_summary_of_floods(flooded)}"
+    print(f"kvgrpc soak: {'FAILED' if problems else 'OK'} ({done})")
     return 1 if problems else 0
 
 
@@ -125,6 +131,13 @@ def _summary_of_pulls(results: list[PullResult]) -> str:
     return f"; {pulls} pulls of {pages:,} pages, {faults} kills and stops, the longest {longest:.2f} s"
 
 
+def _summary_of_floods(results: list[FloodResult]) -> str:
+    if not results:
+        return ""
+    rooms, floods = sum(each.rooms.total() for each in results), sum(len(each.rooms) for each in results)
+    return f"; {rooms} rooms beside {floods} floods, the longest {max(each.longest for each in results):.2f} s"
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__.split("\n")[0])
     parser.add_argument("--rooms", type=int, default=2_000)
@@ -133,6 +146,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--in-flight", type=int, default=24)
     parser.add_argument("--kill-every", type=float, default=3.0, help="seconds, while their role has another engine")
     parser.add_argument("--pull-seconds", type=float, default=20.0, help="of pulls among caches; 0: none")
+    parser.add_argument("--flood-seconds", type=float, default=30.0, help="of floods beside a pair; 0: none")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()
