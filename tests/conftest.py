@@ -8,6 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.rerun_fixtures import pytest_runtest_teardown
+
+__all__ = ["pytest_runtest_teardown"]
+
 # Tests that failed and passed when run once more; .ci/run has that done (--reruns), so that one that is not steady does
 # not refuse a day's work. They are listed as RERUN, to be mended. More of them are no bad luck.
 MOST_RERUNS = 3
