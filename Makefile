@@ -20,23 +20,35 @@ tests_of = $(if $($(2)),$(wildcard $($(2):%=tests/engines/test_$(1)%.py)),$(filt
 engine_pytest = $(if $(2),$(PYTEST) .venv-$(1)/bin/python -m pytest $(2),echo "no tests of $(1)")
 # What each part of the tests ends with.
 SLOWEST := --durations=10
-# Parts of `make test` behind lint, each a process of its own; what a part says is shown when it has ended, where several run.
-# JOBS=2 runs so many side by side, as most of their time is spent waiting. It is not what CI does: that integration's bounds
-# in time hold beside another part has to be shown first. Integration uses what the parts of clients have built.
-JOBS ?= 1
+# Suites with a target of their own (make test-browser), which `make test` leaves to `.ci/run`: hostile peers and floods, the page in a
+# browser, programs in other languages, the demo's engine, and our own tools (make bench, make soak).
+SUITES := hostile browser languages demo tools
+of_integration = $(patsubst %,tests/integration/test_%.py,$(1))
+hostile := tests/contract/hostile
+browser := $(call of_integration,view_browser)
+languages := $(call of_integration,client_readmes generated_examples go_client grpcurl index_programs native_index prefetch_clients rust_client typescript)
+demo := $(call of_integration,demo demo_model examples)
+tools := $(call of_integration,benchmarks soak)
+# The cache, its storage and data planes: no bound in time is close there.
+CACHE := $(filter-out $(languages),$(wildcard $(patsubst %,tests/integration/test_%*.py,prefetch storage engine_cache dataplane)))
+ignoring = $(patsubst %,--ignore=%,$(1))
+# `make test` has two lanes, side by side: what has bounds in time, and at low priority what only takes a core. What a part says is
+# shown when it has ended. JOBS=1 runs one part after the other.
+JOBS ?= 2
+BESIDE := nice -n 10
 CLIENTS := client-typescript client-go client-rust
-PARTS := $(CLIENTS) contract integration others
-side_by_side = $(if $(filter-out 1,$(1)),--jobs=$(1) --output-sync=target)
 # cargo, and what tests start, must not look for this make's own jobs.
 ALONE := env -u MAKEFLAGS -u MFLAGS -u MAKELEVEL
 NO_SLOW = $(if $(SLOW),,-m "not slow")
+contract_on = $(ALONE) .venv-$(1)/bin/python -m pytest -q $(SLOWEST) $(NO_SLOW)
 # Proxies of the machine are no business of loopback traffic, and neither are a developer's own settings.
 PYTEST := env -u http_proxy -u https_proxy -u HTTP_PROXY -u HTTPS_PROXY
 
 # The whole request trace, where it is at hand; a sample is committed.
 test-all bench: export TEST_TRACE ?= $(wildcard ../shared/traces/conversation_trace.jsonl)
 
-.PHONY: help demo test test-all test-engines test-nixl soak mutants coverage test-clients clients native bench bench-engines docs release-check gen lint types style contract lock clean integration others worlds
+.PHONY: help demo test test-all test-engines test-nixl test-suites $(SUITES:%=test-%) soak mutants coverage test-clients clients $(CLIENTS) native bench bench-engines docs release-check gen lint types style contract contract-protobuf6 contract-protobuf7 lock clean worlds
+.PHONY: contract-quick integration types-beside style-beside others cache
 
 help:  ## What there is.
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1 \t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -45,18 +57,46 @@ demo:  ## One real hand-off: prefill and decode in two processes, tokens compare
 	@.ci/setup main
 	@$(BIN)/kvgrpc demo $(ARGS)
 
-test: lint  ## What CI runs: lint, drift, clients but Java and C++, all quick tests, tests/contract on protobuf 6 and 7 (JOBS=2; ARGS="tests/unit -k plan").
-	@.ci/setup etcd
-	@$(if $(ARGS),$(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) $(ARGS),$(MAKE) $(call side_by_side,$(JOBS)) $(PARTS))
+test:  ## Lint, drift and all quick tests but those of the suites below (ARGS="tests/unit -k plan" for some).
+	@for each in main gen etcd protobuf7; do .ci/setup $$each; done
+	@$(if $(ARGS),$(MAKE) lint,$(MAKE) --jobs=$(JOBS) --output-sync=target integration cache)
+	@$(if $(ARGS),$(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) $(ARGS))
 
-client-%:
+# One lane …
+contract-quick:
+	@$(call contract_on,protobuf7) tests/contract $(call ignoring,$(hostile))
+
+integration: contract-quick
+	@$(ALONE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) tests/integration $(call ignoring,$(CACHE) $(foreach suite,$(filter-out hostile,$(SUITES)),$($(suite))))
+
+# … and the other one.
+types-beside:
+	@$(BESIDE) $(MAKE) types
+
+style-beside: types-beside
+	@$(BESIDE) $(MAKE) style
+
+others: style-beside
+	@$(ALONE) $(BESIDE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) $(call ignoring,tests/contract tests/integration)
+
+cache: others
+	@$(ALONE) $(BESIDE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) $(CACHE)
+
+test-suites: $(SUITES:%=test-%) contract-protobuf6  ## What CI runs beside `make test`: each suite (test-browser, …), tests/contract on protobuf 6.
+
+test-browser test-demo test-tools: test-%:
+	@.ci/setup main
+	@$(ALONE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) $($*)
+
+test-hostile: worlds
+	@$(call contract_on,protobuf7) $(hostile)
+
+test-languages: $(CLIENTS)
+	@$(ALONE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) $(languages)
+
+$(CLIENTS): client-%:
+	@.ci/setup main
 	@$(ALONE) .ci/clients $*
-
-integration: $(CLIENTS)
-	@$(ALONE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) tests/integration
-
-others:
-	@$(ALONE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) --ignore=tests/contract --ignore=tests/integration
 
 test-all: lint test-clients  ## The same with the long tests.
 	@$(BIN)/python -m pytest $(SLOWEST) $(or $(ARGS),--ignore=tests/contract)
@@ -97,16 +137,15 @@ coverage:  ## Which lines and branches of the library the quick tests of one pro
 	@$(PYTEST) $(BIN)/python -m coverage run -m pytest -q -m "not slow" $(or $(ARGS),tests/unit tests/simulation tests/conformance tests/contract)
 	@$(BIN)/python -m coverage report
 
-contract:  ## tests/contract without torch and Mooncake: on the floors of pyproject.toml (protobuf 6), and on protobuf 7.
-	@$(MAKE) $(call side_by_side,$(if $(SLOW),1,$(JOBS))) contract-protobuf6 contract-protobuf7
+contract: contract-protobuf6 contract-protobuf7  ## tests/contract without torch and Mooncake: on the floors of pyproject.toml (protobuf 6), and on protobuf 7.
 
 worlds:
 	@.ci/setup protobuf6
 	@.ci/setup protobuf7
 
-contract-%: worlds
+contract-protobuf6 contract-protobuf7: contract-%: worlds
 	@echo "contract tests on" $$(.venv-$*/bin/python -c "import grpc, google.protobuf as p; print('protobuf', p.__version__, 'grpcio', grpc.__version__)")
-	@$(ALONE) .venv-$*/bin/python -m pytest tests/contract -q $(SLOWEST) $(NO_SLOW)
+	@$(call contract_on,$*) tests/contract
 
 native:  ## kvgrpc-index, the index in Rust, into .venv/bin, where there is cargo.
 	@.ci/setup main

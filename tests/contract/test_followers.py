@@ -307,6 +307,7 @@ async def test_an_index_says_once_which_sources_do_not_answer(
 ) -> None:
     """Several that fail in turn too: what was said of one is not forgotten over the other."""
     monkeypatch.setattr(prefix_index, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(prefix_index, "_ANSWER_SECONDS", 0.3)
     looked: list[str] = []
     ask = PrefixIndex._ask_source
 

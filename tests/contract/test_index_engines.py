@@ -88,7 +88,10 @@ async def test_an_engine_that_moved_is_followed_where_it_is(served: Served) -> N
         await until(lambda: [score.blocks for score in index.score([1, 2])] == [2])
 
 
-async def test_what_cannot_be_followed_is_said(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_cannot_be_followed_is_said(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_index, "_ANSWER_SECONDS", 2.0)
     async with Publishing("P") as engine:
         await served.register(
             publishing(engine.address, layout=Layout(dp=2)),
