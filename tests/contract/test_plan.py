@@ -17,7 +17,7 @@ from kvgrpc.events.log.digest import hash_key
 from kvgrpc.hashing import sglang_event_hash
 from kvgrpc.server import IndexServer, RegistryServer
 from kvgrpc.v1 import index_service_pb2 as pb
-from tests.contract.test_pull import PATIENT, Fleet, peer_of, pulled
+from tests.contract.cache.test_pull import PATIENT, Fleet, peer_of, pulled
 from tests.support.cache_serving import SHAPE, CacheRank, hashes_of, prompt
 from tests.support.waiting import wait_until
 

@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.support import link as network
+from tests.support.etcd_replicas import etcd, replicas
+from tests.support.pairs import data_plane, pair, start
+
+__all__ = ["data_plane", "etcd", "pair", "replicas", "start"]
 
 MOUNT_SECONDS = 20.0
 

@@ -1,6 +1,6 @@
 """Peers that hold their interpreter, that are stopped, and that are gone: three findings, each with its own time.
 
-Real processes (docs/session.md, break and loss). Cuts are in test_handoff_network.py, kills in test_handoff.py.
+Real processes (docs/session.md, break and loss). Cuts are in test_handoff_network.py, kills in test_handoff_faults.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from kvgrpc.client import ClientSecurity
 from kvgrpc.rpc.security import ServerSecurity
 from tests.contract.certificates import OPENSSL, Authority
-from tests.integration.test_handoff import free_port
+from tests.support.etcd import free_port
 from tests.support.rank_host import RankProcess
 from tests.support.waiting import wait_until
 

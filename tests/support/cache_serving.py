@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import kvgrpc.dataplane
+from kvgrpc.client import SyncClient
 from kvgrpc.hashing import page_hashes, storage_seed
 from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.prefetch.config import PrefetchConfig
@@ -20,6 +21,7 @@ from kvgrpc.prefetch.pools.shape import PageShape
 from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.server import Rank, RankConfig, open_rank
+from kvgrpc.v1 import prefetch_service_pb2 as pb
 
 PAGE_TOKENS = 4
 SHAPE = PageShape.mha(layers=3, page_tokens=PAGE_TOKENS, heads=2, head_dim=8, dtype="float16")
@@ -123,3 +125,12 @@ def open_cache_rank(path: Path, storage: Any = "file", **changes: Any) -> CacheR
 
 
 _PREFETCH = set(PrefetchConfig.__dataclass_fields__)
+
+
+def ended(client: SyncClient, operation: pb.CacheOperation) -> pb.CacheOperation:
+    """The operation in its last state."""
+    for message in client.watch_operations([operation.operation_id]):
+        for each in message.operations:
+            operation = each
+    assert operation.quiescent
+    return operation

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tests.support import link
+from tests.support.quick_start import process_of
 
 LAYERS, PAGES, PAGE_BYTES, AUX_BYTES, AUX_ROWS = 4, 512, 4096, 64, 64
 CALL_SECONDS = 50.0
@@ -32,10 +33,8 @@ class RankProcess:
 
     def __init__(self, engine: str, role: str, **settings: Any) -> None:
         settings.setdefault("check_pages", True)
-        context = multiprocessing.get_context("spawn")
-        self._pipe, child = context.Pipe()
-        arguments = child, self._kind(), engine, role, settings
-        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        self._pipe, child = multiprocessing.Pipe()
+        self._process = process_of(_serve, (child, self._kind(), engine, role, settings))
         self._process.start()
         child.close()
         self.address: str = ""

@@ -24,7 +24,7 @@ from kvgrpc.transfer.protocol.types import KVPoll
 from kvgrpc.v1 import pull_service_pb2 as pb
 from kvgrpc.v1.pull_service_pb2_grpc import PullServiceStub
 from kvgrpc.wire import rank_ref_to_pb
-from tests.contract.test_pull import PATIENT, Fleet, nothing_is_lent, peer_of, pulled
+from tests.contract.cache.test_pull import PATIENT, Fleet, nothing_is_lent, peer_of, pulled
 from tests.support.cache_serving import CacheRank, hashes_of, prompt
 from tests.support.secrets import bearer, proof, tokens_of
 from tests.support.waiting import wait_until

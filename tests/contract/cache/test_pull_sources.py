@@ -21,7 +21,7 @@ from kvgrpc.pull.staging import StagingPages
 from kvgrpc.server import IndexServer, RegistryServer
 from kvgrpc.server.cache import peer as cache_peer
 from kvgrpc.v1 import prefetch_service_pb2
-from tests.contract.test_pull import PULL, Fleet, peer_of, pulled
+from tests.contract.cache.test_pull import PULL, Fleet, peer_of, pulled
 from tests.support.cache_serving import SHAPE, CacheRank, bytes_of, hashes_of, prompt
 from tests.support.waiting import wait_until
 
