@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from kvgrpc.cli.fitting import Name
+
 if TYPE_CHECKING:
     from google.protobuf.duration_pb2 import Duration
 
-    from kvgrpc.v1 import common_pb2, prefetch_service_pb2
+    from kvgrpc.v1 import common_pb2, prefetch_service_pb2, registry_service_pb2
 
 
 def value_name(kind: Any, value: int) -> str:
@@ -32,6 +34,26 @@ def incarnation_name(ref: common_pb2.RankRef) -> str:
     from kvgrpc.wire import rank_ref_from_pb
 
     return str(rank_ref_from_pb(ref))
+
+
+def row_name(row: registry_service_pb2.RankRow) -> Name:
+    """ "engine/dp0/pp0/cp0/tp0", and short "engine" where that engine has one rank."""
+    name = rank_name(row.rank)
+    return Name(name, short_rank(name, row.layout))
+
+
+def short_rank(name: str, layout: common_pb2.Layout) -> str:
+    """Without the coordinates that all ranks of the engine share; what stands behind a blank stays."""
+    rank, blank, behind = name.partition(" ")
+    engine, *coordinates = rank.split("/")
+    sizes = (layout.dp, layout.pp, layout.cp, layout.tp)
+    told = [each for each, size in zip(coordinates, sizes, strict=True) if size > 1]
+    return "/".join((engine, *told)) + blank + behind
+
+
+def peer_name(ref: common_pb2.RankRef) -> Name:
+    """ "engine/dp0/pp0/cp0/tp0@epoch", and short without the epoch."""
+    return Name(incarnation_name(ref), rank_name(ref))
 
 
 def role_name(role: common_pb2.Role.ValueType) -> str:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import click
 from rich.console import Console, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from kvgrpc.cli.fitting import GAP, NOTHING, Name, asks, cut_to, fit, written
 from kvgrpc.observability.logging import one_line
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-GOOD = {"SUCCESS", "SETTLED", "OPEN", "READY", "SERVING", "ok", "yes"}
-BAD = {"FAILED", "LOST", "DEAD", "BROKEN", "UNKNOWN", "NOT_SERVING", "missing", "no"}
+GOOD = {"SUCCESS", "SETTLED", "OPEN", "READY", "SERVING", "ok"}
+BAD = {"FAILED", "LOST", "DEAD", "BROKEN", "UNKNOWN", "NOT_SERVING", "missing"}
+# No line is longer: a table says itself how wide it is.
+_ALL = 10_000
+_WIDE = "kvgrpc.wide"
+# Begins the cell of a rank that did not answer.
+NO_ANSWER = "no answer"
+_FOLDING = Console(width=_ALL)
 
 
 def show_json(*messages: Message) -> None:
@@ -29,48 +38,130 @@ def show_json(*messages: Message) -> None:
         print(json.dumps(fields, separators=(",", ":")), flush=True)
 
 
-def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
-    """As ``table_of``. ``empty`` says it when there is no row."""
-    table = table_of(columns, rows)
-    if not table.row_count:
+def show_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    empty: str,
+    first_to_go: Sequence[str] = (),
+) -> None:
+    """Columns that begin with "#" are numbers and stand to the right. ``empty`` says it when there is no row.
+
+    Where there is no room for all columns, those of ``first_to_go`` are left out, the first ones first, which a line
+    below says; the command has ``wide_option`` then.
+    """
+    width = _ALL if _is_wide() else columns_here()
+    listed = list(rows)
+    if not listed:
         return show(Text(f"{title}: {empty}", style="dim"))
-    show(Text(title, style="bold"))  # that of the table would be folded to its width
+    table, left_out = table_of(columns, listed, width, first_to_go)
+    show(Text(title, style="bold"))
     show(table)
+    if left_out:
+        show(Text(some_of("left out: ", left_out, " (--wide and --json have all)", width), style="dim"))
 
 
-def table_of(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Columns that begin with "#" are numbers and stand to the right."""
-    table = Table(header_style="bold")
-    for column in columns:
-        table.add_column(column.removeprefix("#"), justify="right" if column.startswith("#") else "left")
-    for row in rows:
-        table.add_row(*(cell(value) for value in row))
-    return table
+def table_of(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    width: int,
+    first_to_go: Sequence[str] = (),
+    chosen: int | None = None,
+) -> tuple[Text, Sequence[str]]:
+    """As ``show_table``, with the chosen row reversed; and the names of the columns that were left out.
+
+    The last cell of a row that has fewer cells than columns goes on over the others.
+    """
+    heads = [column.removeprefix("#") for column in columns]
+    texts = [[text_of(value) for value in row] for row in rows]
+    found = fit(heads, texts, width, [columns.index(name) for name in first_to_go])
+    widths = cut_to(found.widths, width) if sys.stdout.isatty() else found.widths
+    right = [columns[number].startswith("#") for number in found.shown]
+    lines = [_line([Text(heads[number], style="bold") for number in found.shown], widths, right)] if any(heads) else []
+    for at, row in enumerate(texts):
+        own = [number for number in found.shown if asks(row, number, heads)]
+        cells = [styled(written(row[number], found.short)) for number in own]
+        if len(row) < len(heads):
+            cells.append(styled(row[-1]))
+        line = _line(cells, widths, right)
+        line.stylize("reverse" if at == chosen else "")
+        lines.append(line)
+    return Text("\n").join(lines), [heads[number] for number in found.left_out]
+
+
+def _line(cells: Sequence[Text], widths: Sequence[int], right: Sequence[bool]) -> Text:
+    """Cells beside each other, each folded to its width; the last of too few is as wide as it is."""
+    spans = len(cells) < len(widths)
+    folded = [
+        [cell] if spans and cell is cells[-1] else list(cell.wrap(_FOLDING, width, overflow="fold"))
+        for cell, width in zip(cells, widths, strict=False)
+    ]
+    lines = []
+    for parts in itertools.zip_longest(*folded, fillvalue=Text()):
+        line = Text()
+        for part, width, at_right in zip(parts, widths, right, strict=False):
+            padding = Text(" " * max(0, width - part.cell_len))
+            line.append_text(padding + part if at_right and not (spans and part is cells[-1]) else part + padding)
+            line.append(" " * GAP)
+        line.rstrip()
+        lines.append(line)
+    return Text("\n").join(lines)
 
 
 def show_record(title: str, fields: Iterable[tuple[str, object]]) -> None:
     """Name and value, a line each."""
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None)
-    table.add_column(style="dim")
-    table.add_column()
-    for name, value in fields:
-        table.add_row(name, cell(value))
+    table, _ = table_of(("", ""), fields, _ALL if _is_wide() else columns_here())
+    show(Text(title, style="bold"))
     show(table)
 
 
 def show(content: RenderableType) -> None:
-    """To stdout, in colour on a terminal. A pipe gets no colour and no line break that a terminal would need."""
-    width = None if sys.stdout.isatty() else 200
-    Console(width=width, highlight=False).print(content)
+    """To stdout, in colour on a terminal. A table has folded what there is to fold."""
+    Console(width=_ALL, highlight=False).print(content)
 
 
-def cell(value: object) -> Text:
+def columns_here() -> int:
+    """The columns of the terminal; those of COLUMNS where that is set, as watch(1) does; 80 in a pipe."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def some_of(before: str, names: Sequence[str], behind: str, width: int) -> str:
+    """One line with as many of the names as there is room for, and the number of the others."""
+    for count in range(len(names), 0, -1):
+        more = f" and {len(names) - count} more" if count < len(names) else ""
+        line = f"{before}{', '.join(names[:count])}{more}{behind}"
+        if len(line) <= width:
+            break
+    return line
+
+
+def _is_wide() -> bool:
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(_WIDE))
+
+
+def _remember_wide(context: click.Context, _: click.Parameter, wide: bool) -> None:
+    context.meta[_WIDE] = wide
+
+
+wide_option = click.option(
+    "--wide", is_flag=True, expose_value=False, callback=_remember_wide, help="All columns, also where a line is long."
+)
+
+
+def text_of(value: object) -> str:
+    """One line, as a cell shows it."""
+    if value is None or value == "":
+        return NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    # Words of others: an escape sequence would steer the terminal.
+    return Name(one_line(value), one_line(value.short)) if isinstance(value, Name) else one_line(str(value))
+
+
+def styled(text: str) -> Text:
     """Words that mean good or bad news are coloured."""
-    text = (
-        "-" if value is None or value == "" else ("yes" if value else "no") if isinstance(value, bool) else str(value)
-    )
-    text = one_line(text)  # words of others: an escape sequence would steer the terminal
-    return Text(text, style="green" if text in GOOD else "red" if text in BAD else "")
+    return Text(text, style="green" if text in GOOD else "red" if text in BAD or text.startswith(NO_ANSWER) else "")
 
 
 def seconds(value: float) -> str:

@@ -142,8 +142,8 @@ def test_a_room_shows_its_parts(kvgrpc: Callable[..., Ended], handoff: Handoff) 
 
 def test_sessions_name_the_peer_on_both_sides(kvgrpc: Callable[..., Ended], handoff: Handoff) -> None:
     assert handoff.prefill.rank.ref.rank.engine == "P"
-    assert str(handoff.prefill.rank.ref) in kvgrpc("sessions", "-s", handoff.decode_address).out
-    assert str(handoff.decode.rank.ref) in kvgrpc("sessions", "-s", handoff.prefill_address).out
+    assert str(handoff.prefill.rank.ref) in kvgrpc("sessions", "--wide", "-s", handoff.decode_address).out
+    assert str(handoff.decode.rank.ref) in kvgrpc("sessions", "--wide", "-s", handoff.prefill_address).out
 
 
 def test_cancel_ends_a_room_with_its_cause(kvgrpc: Callable[..., Ended], handoff: Handoff) -> None:

@@ -61,10 +61,10 @@ def kvgrpc(capsys: pytest.CaptureFixture[str]) -> Run:
     ("command", "seen"),
     [
         (("rooms", "--fleet"), (str(HALF), "TRANSFERRING", str(LONELY), "ROOM_CANCELLED")),
-        (("sessions", "--fleet"), ("D/dp0/pp0/cp0/tp0", "P/dp0/pp0/cp0/tp0", "OPEN")),
+        (("sessions", "--fleet"), ("\nD ", "\nP ", "OPEN")),
         (("pulls", "--fleet"), ("X/dp0/pp0/cp0/tp0",)),
         (("caches",), ("X/dp0/pp0/cp0/tp0",)),
-        (("top", "--once"), ("D/dp0/pp0/cp0/tp0", "P/dp0/pp0/cp0/tp0", "SERVING")),
+        (("top", "--once"), ("\nD ", "\nP ", "SERVING")),
     ],
 )
 def test_all_ranks_are_shown_and_a_dead_one_says_so(
@@ -169,6 +169,67 @@ def test_top_in_a_terminal_filters_by_keys_and_ends_with_q(registry: str) -> Non
         finally:
             top.kill()
             os.close(terminal)
+
+
+def test_top_opens_a_room_of_a_rank_and_both_sides_tell_it(registry: str) -> None:
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "kvgrpc", "top", "-s", registry, "--every", "30", "--timeout", "2"]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    with subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment) as top:
+        os.close(end)
+        try:
+            shown_until(terminal, b"3 of 3 ranks")
+            for keys, seen in (
+                (b"/D/\r", b"1 of 3 ranks"),
+                (b"\r", b"choose a room"),
+                (b"j\r", b"the test gave it up"),
+                (b"\x1b", b"choose a room"),
+                (b"\x1b", b"1 of 3 ranks"),
+                (b"q", b"\x1b[?1049l"),
+            ):
+                for key in keys:
+                    os.write(terminal, bytes([key]))
+                shown_until(terminal, seen)
+            assert top.wait(20) == 0
+        finally:
+            top.kill()
+            os.close(terminal)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(("rooms", "--fleet"), ("rooms", "--fleet", "--slowest"), ("rooms", "--fleet", "--held"), ("caches",)),
+        *(("sessions", "--fleet"), ("pulls", "--fleet"), ("streams", "--fleet"), ("callers", "--fleet"), ("engines",)),
+        *(("ranks",), ("top",), ("why", str(LONELY)), ("doctor", "--fleet")),
+    ],
+    ids=" ".join,
+)
+def test_a_pipe_has_eighty_columns_and_wide_has_all(kvgrpc: Run, registry: str, command: tuple[str, ...]) -> None:
+    _, out, _ = kvgrpc(*command, "-s", registry, "--timeout", "2")
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+    if command == ("doctor", "--fleet"):
+        return
+    _, wide, _ = kvgrpc(*command, "--wide", "-s", registry, "--timeout", "2")
+    assert "left out: " not in wide and (command == ("engines",) or "/dp0/pp0/cp0/tp0" in wide)
+    told = [line for line in out.splitlines() if line.startswith("left out: ")]
+    assert all(line.endswith("(--wide and --json have all)") for line in told)
+    if command == ("rooms", "--fleet"):
+        heads = [shown.splitlines()[1].split() for shown in (out, wide)]
+        assert len(told) == 1 and "attempt" not in heads[0] and "attempt" in heads[1]
+
+
+def test_a_room_without_end_is_told_in_order(kvgrpc: Run, registry: str) -> None:
+    _, out, _ = kvgrpc("why", str(HALF), "-s", registry, "--timeout", "2")
+    steps = out.partition("In order")[2]
+    assert "decode knows of the room" in steps and "now: TRANSFERRING, 7 pages of 8" in steps
+
+
+def test_top_for_programs(kvgrpc: Run, registry: str) -> None:
+    _, out, _ = kvgrpc("top", "--json", "-s", registry, "--timeout", "2")
+    lines = {line["rank"][0]: line for line in map(json.loads, out.splitlines())}
+    assert (lines["D"]["health"], lines["X"]["health"]) == ("SERVING", "no answer: PEER_UNREACHABLE")
+    assert lines["D"]["failed"] == 1 and lines["X"]["failed"] is None
 
 
 def shown_until(terminal: int, wanted: bytes) -> bytes:

@@ -9,7 +9,7 @@ import click
 from kvgrpc.cli.cache.prompt_pages import names_pages
 from kvgrpc.cli.connection import Seconds, calls_a_cache, json_option
 from kvgrpc.cli.names import incarnation_name, tier_name
-from kvgrpc.cli.output import show_json, show_record, show_table, size
+from kvgrpc.cli.output import show_json, show_record, show_table, size, wide_option
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient
@@ -24,6 +24,7 @@ def cache() -> None:
 
 
 @cache.command()
+@wide_option
 @json_option
 @calls_a_cache
 def info(client: SyncClient, as_json: bool) -> None:
@@ -60,7 +61,7 @@ def info(client: SyncClient, as_json: bool) -> None:
         )
         for use in found.tiers
     ]
-    show_table("Tiers", columns, rows, "none")
+    show_table("Tiers", columns, rows, "none", ("#bytes of a page", "#on their way"))
 
 
 @cache.command()

@@ -10,7 +10,7 @@ import click
 from kvgrpc.cli.cache.prompt_pages import names_pages
 from kvgrpc.cli.connection import Seconds, calls_a_cache, json_option
 from kvgrpc.cli.names import reason_name, seconds_of, value_name
-from kvgrpc.cli.output import show_json, show_record, show_table, size
+from kvgrpc.cli.output import show_json, show_record, show_table, size, wide_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +44,7 @@ def orders(command: Any) -> Any:
 
 @prefetch.command()
 @orders
-@click.option("--engine", "engines", multiple=True, help="Pull from this engine only; may be repeated.")
+@click.option("--from-engine", "engines", multiple=True, help="Pull from this engine only; may be repeated.")
 @names_pages
 @json_option
 @calls_a_cache
@@ -106,6 +106,7 @@ def lookup(client: SyncClient, as_json: bool, pages: prefetch_service_pb2.Prompt
 
 @prefetch.command(name="list")
 @click.option("--open", "open_only", is_flag=True, help="Only those that have not ended.")
+@wide_option
 @json_option
 @calls_a_cache
 def list_(client: SyncClient, as_json: bool, open_only: bool) -> None:
@@ -128,7 +129,8 @@ def list_(client: SyncClient, as_json: bool, open_only: bool) -> None:
         )
         for each in found
     ]
-    show_table(f"Cache operations of {client.address}", columns, rows, "none")
+    first_to_go = ("tenant", "#bytes", "kind", "#took", "#pages", "why")
+    show_table(f"Cache operations of {client.address}", columns, rows, "none", first_to_go)
 
 
 @prefetch.command()

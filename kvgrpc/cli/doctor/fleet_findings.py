@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvgrpc.cli.doctor.finding import Finding
-from kvgrpc.cli.names import rank_name, value_name
+from kvgrpc.cli.fitting import Name
+from kvgrpc.cli.names import row_name, value_name
 from kvgrpc.net import split
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def fleet_findings(client: SyncClient, timeout: float) -> Iterator[Finding]:
 
 
 def _of_rank(answer: RankAnswer[Looked]) -> Finding:
-    name = f"{rank_name(answer.row.rank)} {answer.row.endpoints.grpc}"
+    rank, address = row_name(answer.row), answer.row.endpoints.grpc
+    name = Name(f"{rank} {address}", f"{rank.short} {address}")
     if answer.value is None:
         error = answer.error
         assert error is not None

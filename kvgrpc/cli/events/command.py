@@ -18,8 +18,8 @@ from kvgrpc.cli.events.index import follow, score, sources
 from kvgrpc.cli.events.plan import plan
 from kvgrpc.cli.events.publisher import calls_a_publisher
 from kvgrpc.cli.fleet.tables import fleet_option, look_at_fleet
-from kvgrpc.cli.names import incarnation_name
-from kvgrpc.cli.output import show_json, show_table, size
+from kvgrpc.cli.names import peer_name
+from kvgrpc.cli.output import show_json, show_table, size, wide_option
 from kvgrpc.observability.logging import one_line
 
 if TYPE_CHECKING:
@@ -32,22 +32,24 @@ SEQUENCE = click.IntRange(0, 2**64 - 1)
 @click.command()
 @fleet_option
 @watch_option
+@wide_option
 @json_option
 @calls_a_rank
 def streams(client: SyncClient, as_json: bool, fleet: bool, watch: bool) -> None:
     """List the event streams that a rank publishes."""
     columns = ("engine", "#dp", "#oldest", "#next", "#kept", "#dropped", "live (ZMQ PUB)", "topic", "log", "publisher")
+    first_to_go = ("publisher", "log", "topic", "#oldest", "#kept", "live (ZMQ PUB)", "#next", "engine")
 
     def look() -> Callable[[], None]:
         if fleet:
             return look_at_fleet(
-                client, as_json, "Event streams", columns, lambda rank: rank.list_streams(), stream_row
+                client, as_json, "Event streams", columns, lambda rank: rank.list_streams(), stream_row, first_to_go
             )
         found = client.list_streams()
         if as_json:
             return partial(show_json, *found)
         title, rows = f"Event streams of {client.address}", [stream_row(stream) for stream in found]
-        return partial(show_table, title, columns, rows, "this process publishes none")
+        return partial(show_table, title, columns, rows, "this process publishes none", first_to_go)
 
     show_again(watch, look)
 
@@ -63,7 +65,7 @@ def stream_row(stream: event_service_pb2.EventStream) -> Sequence[object]:
         live_endpoint(stream),
         stream.topic.decode(errors="replace"),
         stream.log_id,
-        incarnation_name(stream.publisher),
+        peer_name(stream.publisher),
     )
 
 

@@ -15,7 +15,7 @@ from kvgrpc.cli.events.contents import check_served, names_a_cache
 from kvgrpc.cli.events.follower_state import held, standing_fields
 from kvgrpc.cli.events.publisher import calls_a_publisher
 from kvgrpc.cli.names import seconds_of, value_name
-from kvgrpc.cli.output import seconds, show_json, show_table
+from kvgrpc.cli.output import seconds, show_json, show_table, wide_option
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient, SyncEventFollower
@@ -82,6 +82,7 @@ def follow(client: SyncClient, as_json: bool, engine: str, dp: int, live: bool, 
 @click.command()
 @names_a_prompt
 @click.option("--engine", "engines", multiple=True, help="Only caches of this engine; may be repeated.")
+@wide_option
 @json_option
 @calls_an_index
 def score(client: SyncClient, as_json: bool, engines: tuple[str, ...], **options: Any) -> None:
@@ -107,11 +108,13 @@ def score(client: SyncClient, as_json: bool, engines: tuple[str, ...], **options
         )
         for each in found.scores
     ]
-    show_table(f"{found.blocks} blocks at {client.address}", columns, rows, "no cache holds the first")
+    first_to_go = ("#page", "#idle", "#to disk", "#to host")
+    show_table(f"{found.blocks} blocks at {client.address}", columns, rows, "no cache holds the first", first_to_go)
 
 
 @click.command()
 @click.option("--state", "states", multiple=True, type=click.Choice(STATES), help="Only those; may be repeated.")
+@wide_option
 @json_option
 @calls_an_index
 def sources(client: SyncClient, as_json: bool, states: tuple[str, ...]) -> None:
@@ -138,7 +141,8 @@ def sources(client: SyncClient, as_json: bool, states: tuple[str, ...]) -> None:
         )
         for source in found
     ]
-    show_table(f"Caches that {client.address} follows", columns, rows, "none yet")
+    first_to_go = ("log", "#next", "model", "address", "#idle", "blocks")
+    show_table(f"Caches that {client.address} follows", columns, rows, "none yet", first_to_go)
     for line in found.not_followed:
         click.echo(f"not followed: {line}", err=True)
 

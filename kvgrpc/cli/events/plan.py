@@ -9,7 +9,7 @@ import click
 from kvgrpc.cli.connection import calls_an_index, json_option
 from kvgrpc.cli.events.index import names_a_prompt, prompt_of
 from kvgrpc.cli.names import seconds_of
-from kvgrpc.cli.output import seconds, show_json, show_table
+from kvgrpc.cli.output import seconds, show_json, show_table, wide_option
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @click.option("--engine", "engines", multiple=True, help="An engine that could run it; may be repeated. None: all.")
 @click.option("--source", "sources", multiple=True, help="An engine that may lend; may be repeated. None: all.")
 @click.option("--all-tokens", type=click.IntRange(0, 2**32 - 1), default=0, help="Tokens of the whole request.")
+@wide_option
 @json_option
 @calls_an_index
 def plan(
@@ -67,7 +68,9 @@ def plan(
         )
         for each in found.placements
     ]
-    show_table(f"{found.blocks} blocks at {client.address}", columns, rows, "no cache of these engines is followed")
+    first_to_go = ("#alone", "#GB/s", "#compute", "#queue")
+    empty = "no cache of these engines is followed"
+    show_table(f"{found.blocks} blocks at {client.address}", columns, rows, empty, first_to_go)
 
 
 def _rate(pull: index_service_pb2.PlannedPull) -> str:

@@ -11,7 +11,7 @@ from kvgrpc.cli.again import show_again, watch_option
 from kvgrpc.cli.connection import calls_a_server, json_option
 from kvgrpc.cli.fleet.tables import fleet_option, look_at_fleet
 from kvgrpc.cli.names import value_name
-from kvgrpc.cli.output import show_json, show_table
+from kvgrpc.cli.output import show_json, show_table, wide_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from kvgrpc.v1 import server_service_pb2
 
 _COLUMNS = ("caller", "role", "from", "#calls", "#streams", "#rows", "reads, and how far behind")
+_FIRST_TO_GO = ("#rows", "#streams", "from", "#calls")
 _SHOWN_READERS = 3
 
 
 @click.command()
 @fleet_option
 @watch_option
+@wide_option
 @json_option
 @calls_a_server
 def callers(client: SyncClient, as_json: bool, fleet: bool, watch: bool) -> None:
@@ -36,12 +38,14 @@ def callers(client: SyncClient, as_json: bool, fleet: bool, watch: bool) -> None
 
     def look() -> Callable[[], None]:
         if fleet:
-            return look_at_fleet(client, as_json, "Callers", _COLUMNS, lambda rank: rank.list_callers(), caller_row)
+            return look_at_fleet(
+                client, as_json, "Callers", _COLUMNS, lambda rank: rank.list_callers(), caller_row, _FIRST_TO_GO
+            )
         found = client.list_callers()
         if as_json:
             return partial(show_json, *found)
         title, rows = f"Callers of {client.address}", [caller_row(each) for each in found]
-        return partial(show_table, title, _COLUMNS, rows, "nobody has anything open")
+        return partial(show_table, title, _COLUMNS, rows, "nobody has anything open", _FIRST_TO_GO)
 
     show_again(watch, look)
 

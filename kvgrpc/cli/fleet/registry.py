@@ -9,7 +9,7 @@ import click
 
 from kvgrpc.cli.connection import calls_a_registry, json_option
 from kvgrpc.cli.names import incarnation_name, layout_name, model_name, rank_name, role_name, value_name
-from kvgrpc.cli.output import show_json, show_table, size
+from kvgrpc.cli.output import show_json, show_table, size, wide_option
 from kvgrpc.errors import EngineNotFound
 from kvgrpc.observability.logging import one_line
 
@@ -34,6 +34,7 @@ WARMS_UP = "the registry warms up: more may be there"
 @click.command()
 @click.option("--role", type=click.Choice(["prefill", "decode"]), help="Only engines of this role.")
 @click.option("--watch", is_flag=True, help="Show what is there, then what changes, until Ctrl-C.")
+@wide_option
 @json_option
 @calls_a_registry
 def engines(client: SyncClient, role: str | None, watch: bool, as_json: bool) -> None:
@@ -59,7 +60,8 @@ def engines(client: SyncClient, role: str | None, watch: bool, as_json: bool) ->
         )
         for engine in found
     ]
-    show_table(f"Engines at {client.address}", columns, rows, "none is registered")
+    first_to_go = ("layout", "model", "role")
+    show_table(f"Engines at {client.address}", columns, rows, "none is registered", first_to_go)
     for engine in found:
         if not engine.ready:
             for line in lacking(client, engine.name):
@@ -126,6 +128,7 @@ def change_lines(change: pb.EngineChange) -> Iterator[str]:
 
 @click.command()
 @click.argument("engine", required=False)
+@wide_option
 @json_option
 @calls_a_registry
 def ranks(client: SyncClient, engine: str | None, as_json: bool) -> None:
@@ -138,7 +141,7 @@ def ranks(client: SyncClient, engine: str | None, as_json: bool) -> None:
     columns = ("rank", "role", "server", "events", "data plane", "pools", "#epoch")
     rows = [
         (
-            rank_name(row.rank),
+            rank_name(row.rank),  # in full: `kvgrpc deregister` takes it
             role_name(row.role),
             row.endpoints.grpc,
             row.endpoints.events_pub,
@@ -148,7 +151,8 @@ def ranks(client: SyncClient, engine: str | None, as_json: bool) -> None:
         )
         for row in found
     ]
-    show_table(f"Ranks at {client.address}", columns, rows, "none is registered")
+    first_to_go = ("#epoch", "data plane", "role", "events", "pools")
+    show_table(f"Ranks at {client.address}", columns, rows, "none is registered", first_to_go)
     warn_of_warming_up(engines_found)
     warn_of_missing_streams(engines_found)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,8 +11,9 @@ import click
 
 from kvgrpc.cli.again import show_again, watch_option
 from kvgrpc.cli.connection import calls_a_registry, json_option
-from kvgrpc.cli.names import rank_name, tier_name
-from kvgrpc.cli.output import show_table, size
+from kvgrpc.cli.fitting import Name
+from kvgrpc.cli.names import rank_name, row_name, short_rank, tier_name
+from kvgrpc.cli.output import NO_ANSWER, show_table, size, wide_option
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from kvgrpc.client import SyncClient
     from kvgrpc.client.aio import Client
     from kvgrpc.client.fleet import RankAnswer
-    from kvgrpc.v1 import prefetch_service_pb2
+    from kvgrpc.v1 import common_pb2, prefetch_service_pb2
 
 T = TypeVar("T")
 
@@ -34,19 +35,32 @@ def look_at_fleet(
     columns: Sequence[str],
     call: Callable[[Client], Awaitable[Sequence[Message]]],
     row: Callable[[Any], Sequence[object]],
+    first_to_go: Sequence[str] = (),
+    order: Callable[[Any], float] | None = None,
 ) -> Callable[[], None]:
     """Asks all ranks; what it returns shows one table of what they list. A rank that does not answer is a row that says
-    so."""
+    so. With ``order`` the messages of all ranks are one list, what it is smallest of before the others."""
     answers = client.ask_ranks(call)
     if as_json:
         return partial(show_json_by_rank, answers)
-    rows: list[Sequence[object]] = []
-    for answer in answers:
-        name = rank_name(answer.row.rank)
-        if answer.error is not None:
-            rows.append((name, *unanswered(answer, len(columns))))
-        rows.extend((name, *row(each)) for each in answer.value or ())
-    return partial(show_table, f"{title} of the ranks at {client.address}", ("rank", *columns), rows, "none")
+    layouts = {answer.row.rank.rank.engine: answer.row.layout for answer in answers}
+    said = [(row_name(answer.row), each) for answer in answers for each in answer.value or ()]
+    if order is not None:
+        said.sort(key=lambda pair: order(pair[1]))
+    rows: list[Sequence[object]] = [(name, *_with_short_names(row(each), layouts)) for name, each in said]
+    rows += [(row_name(answer.row), unanswered(answer)) for answer in answers if answer.error is not None]
+    title = f"{title} of the ranks at {client.address}"
+    return partial(show_table, title, ("rank", *columns), rows, "none", first_to_go)
+
+
+def _with_short_names(cells: Sequence[object], layouts: Mapping[str, common_pb2.Layout]) -> Sequence[object]:
+    """Those of ranks whose engine the registry knows."""
+
+    def cell(value: object) -> object:
+        layout = layouts.get(value.short.partition("/")[0]) if isinstance(value, Name) else None
+        return Name(value, short_rank(value.short, layout)) if isinstance(value, Name) and layout else value
+
+    return [cell(value) for value in cells]
 
 
 def show_json_by_rank(answers: Iterable[RankAnswer[Sequence[Message]]]) -> None:
@@ -62,15 +76,15 @@ def show_json_by_rank(answers: Iterable[RankAnswer[Sequence[Message]]]) -> None:
             print(json.dumps({"rank": name, **fields}, separators=(",", ":")), flush=True)
 
 
-def unanswered(answer: RankAnswer[Any], columns: int) -> Sequence[object]:
-    """The cells of a rank that did not answer, behind its name."""
+def unanswered(answer: RankAnswer[Any]) -> str:
+    """The cell of a rank that did not answer, behind its name and over all columns."""
     assert answer.error is not None
-    why = answer.error.reason.name or answer.error.code
-    return (f"no answer: {why}", *[""] * (columns - 1))
+    return f"{NO_ANSWER}: {answer.error.reason.name or answer.error.code}"
 
 
 @click.command()
 @watch_option
+@wide_option
 @json_option
 @calls_a_registry
 def caches(client: SyncClient, as_json: bool, watch: bool) -> None:
@@ -91,7 +105,8 @@ def caches(client: SyncClient, as_json: bool, watch: bool) -> None:
         return tiers, storage, healthy, found.open_operations
 
     columns = ("tiers", "storage", "storage is", "#operations")
-    show_again(watch, partial(look_at_fleet, client, as_json, "Caches", columns, call, row))
+    first_to_go = ("#operations", "storage")
+    show_again(watch, partial(look_at_fleet, client, as_json, "Caches", columns, call, row, first_to_go))
 
 
 def _fill(name: str, use: prefetch_service_pb2.CacheTierUse) -> str:

@@ -9,9 +9,10 @@ import click
 
 from kvgrpc.cli.again import show_again, watch_option
 from kvgrpc.cli.connection import calls_a_rank, json_option
+from kvgrpc.cli.fitting import Name
 from kvgrpc.cli.fleet.tables import fleet_option, look_at_fleet
-from kvgrpc.cli.names import incarnation_name, rank_name, reason_name, role_name, seconds_of, value_name
-from kvgrpc.cli.output import milliseconds, seconds, show_json, show_record, show_table, size
+from kvgrpc.cli.names import incarnation_name, peer_name, rank_name, reason_name, role_name, seconds_of, value_name
+from kvgrpc.cli.output import milliseconds, seconds, show_json, show_record, show_table, size, wide_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,9 +23,13 @@ if TYPE_CHECKING:
 
 STATES = ("bootstrapping", "waiting_for_input", "transferring", "success", "failed")
 _LAST_MINUTE = ("#GB/s", "#p50", "#p99")
-_STAGES = ("#bootstrap", "#wait", "#transfer", "#GB/s")
+STAGES = ("#bootstrap", "#wait", "#transfer", "#GB/s")
 SESSION_COLUMNS = ("peer", "state", "address", "#rooms", "#to tell", "#idle", "#ended well", "#failed", *_LAST_MINUTE)
-ROOM_COLUMNS = ("#room", "#attempt", "state", "peer", "#pages done", "writes", "#held", "#age", *_STAGES, "failure")
+ROOM_COLUMNS = ("#room", "#attempt", "state", "peer", "#pages done", "writes", "#held", "#age", *STAGES, "failure")
+SESSIONS_FIRST_TO_GO = ("address", "#to tell", "#idle", "#rooms", "#ended well", "#p50", "#GB/s", "#failed", "#p99")
+ROOMS_FIRST_TO_GO = ("#attempt", "writes", *STAGES[:3], "#GB/s", "#held", "#pages done", "#age", "peer")
+_SLOWEST_FIRST_TO_GO = ("#attempt", "writes", "#held", "state", "failure", "#age", "#pages done", "peer", "#GB/s")
+_HELD_FIRST_TO_GO = ("#attempt", *STAGES, "#pages done", "failure", "#age")
 ROOM = click.IntRange(1, 2**63 - 1)
 ATTEMPT = click.option("--attempt", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 
@@ -32,6 +37,7 @@ ATTEMPT = click.option("--attempt", type=click.IntRange(0, 2**32 - 1), default=0
 @click.command()
 @fleet_option
 @watch_option
+@wide_option
 @json_option
 @calls_a_rank
 def sessions(client: SyncClient, as_json: bool, fleet: bool, watch: bool) -> None:
@@ -40,13 +46,20 @@ def sessions(client: SyncClient, as_json: bool, fleet: bool, watch: bool) -> Non
     def look() -> Callable[[], None]:
         if fleet:
             return look_at_fleet(
-                client, as_json, "Sessions", SESSION_COLUMNS, lambda rank: rank.list_sessions(), session_row
+                client,
+                as_json,
+                "Sessions",
+                SESSION_COLUMNS,
+                lambda rank: rank.list_sessions(),
+                session_row,
+                SESSIONS_FIRST_TO_GO,
             )
         found = client.list_sessions()
         if as_json:
             return partial(show_json, *found)
         rows = [session_row(session) for session in found]
-        return partial(show_table, f"Sessions of {client.address}", SESSION_COLUMNS, rows, "none")
+        title = f"Sessions of {client.address}"
+        return partial(show_table, title, SESSION_COLUMNS, rows, "none", SESSIONS_FIRST_TO_GO)
 
     show_again(watch, look)
 
@@ -57,6 +70,7 @@ def sessions(client: SyncClient, as_json: bool, fleet: bool, watch: bool) -> Non
 @click.option("--slowest", is_flag=True, help="Only the last 256 that went well, the slowest first.")
 @fleet_option
 @watch_option
+@wide_option
 @json_option
 @calls_a_rank
 def rooms(
@@ -67,6 +81,7 @@ def rooms(
 
     if slowest and (states or held):
         raise click.UsageError("--slowest lists rooms that went well: leave out --state and --held")
+    first_to_go = _SLOWEST_FIRST_TO_GO if slowest else _HELD_FIRST_TO_GO if held else ROOMS_FIRST_TO_GO
     wanted = [transfer_service_pb2.RoomState.Value(f"ROOM_STATE_{state.upper()}") for state in states]
 
     async def listed(rank: Client) -> list[transfer_service_pb2.Room]:
@@ -76,14 +91,21 @@ def rooms(
 
     def look() -> Callable[[], None]:
         if fleet:
-            return look_at_fleet(client, as_json, "Rooms", ROOM_COLUMNS, listed, room_row)
+            order = _fastest if slowest else None
+            return look_at_fleet(client, as_json, "Rooms", ROOM_COLUMNS, listed, room_row, first_to_go, order)
         found = client.list_slowest_rooms() if slowest else client.list_rooms(states=wanted, held_only=held)
         if as_json:
             return partial(show_json, *found)
         rows = [room_row(room) for room in found]
-        return partial(show_table, f"Rooms of {client.address}", ROOM_COLUMNS, rows, "none")
+        return partial(show_table, f"Rooms of {client.address}", ROOM_COLUMNS, rows, "none", first_to_go)
 
     show_again(watch, look)
+
+
+def _fastest(room: transfer_service_pb2.Room) -> float:
+    """Largest where a room took least."""
+    end = room.end
+    return -sum(map(seconds_of, (end.bootstrap_time, end.wait_time, end.transfer_time)))
 
 
 @click.command()
@@ -111,7 +133,7 @@ def cancel(client: SyncClient, room: int, attempt: int, cause: str, as_json: boo
 
 def session_row(session: transfer_service_pb2.Session) -> Sequence[object]:
     return (
-        incarnation_name(session.peer),
+        peer_name(session.peer),
         _state_of(session),
         session.address,
         session.rooms,
@@ -147,8 +169,11 @@ def room_row(room: transfer_service_pb2.Room) -> Sequence[object]:
 
 def peers_of(room: transfer_service_pb2.Room) -> str:
     """The first, and how many more there are."""
-    first = rank_name(room.parts[0].peer) if room.parts else ""
-    return f"{first} +{len(room.parts) - 1}" if len(room.parts) > 1 else first
+    if not room.parts:
+        return ""
+    first = rank_name(room.parts[0].peer)
+    peers = f"{first} +{len(room.parts) - 1}" if len(room.parts) > 1 else first
+    return Name(peers, peers)
 
 
 def stages_of(end: transfer_service_pb2.HandOffEnd) -> Sequence[str]:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 import click
 
 from kvgrpc.cli.connection import calls_a_registry, json_option
 from kvgrpc.cli.fleet.tables import unanswered
-from kvgrpc.cli.names import incarnation_name, rank_name, role_name
-from kvgrpc.cli.output import show_record, show_table
-from kvgrpc.cli.rooms.command import ATTEMPT, ROOM, failure_fields, room_row
+from kvgrpc.cli.names import rank_name, role_name, row_name
+from kvgrpc.cli.output import columns_here, milliseconds, show_record, show_table, wide_option
+from kvgrpc.cli.rooms.command import ATTEMPT, ROOM, ROOM_COLUMNS, STAGES, failure_fields, room_row
+from kvgrpc.cli.rooms.story import look_at_room, steps_of
 from kvgrpc.errors import Reason, RoomNotFound
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvgrpc.cli.rooms.story import Side, Story
     from kvgrpc.client import SyncClient
-    from kvgrpc.client.aio import Client
-    from kvgrpc.client.fleet import RankAnswer
     from kvgrpc.v1 import transfer_service_pb2
 
+_NAMED = 5
+COLUMNS = ("rank", "role", *ROOM_COLUMNS[2:])
+FIRST_TO_GO = ("role", "peer", *STAGES, "writes", "#held", "#age")
+STEP_COLUMNS = ("at, UTC", "#after", "rank", "what")
 # Of a room that failed; what is said of a call that was refused with the same reason is another thing.
 NEXT_STEPS = {
     Reason.ROOM_CANCELLED: "Whoever is named in `by` gave the request up: its engine's log says why.",
@@ -44,36 +49,29 @@ NEXT_STEPS = {
 @click.command()
 @click.argument("room", type=ROOM)
 @ATTEMPT
+@wide_option
 @json_option
 @calls_a_registry
 def why(client: SyncClient, room: int, attempt: int, as_json: bool) -> None:
-    """Find ROOM at the ranks of a registry, and tell what became of it at each of them, with its cause."""
-
-    async def look(rank: Client) -> transfer_service_pb2.Room | None:
-        try:
-            return await rank.get_room(room, attempt)
-        except RoomNotFound:
-            return None
-
-    answers = client.ask_ranks(look)
-    found = [answer for answer in answers if answer.value is not None]
-    silent = [answer for answer in answers if answer.error is not None]
-    if not found:
+    """Find ROOM at the ranks of a registry, and tell what became of it at each of them, in order, with its cause."""
+    told = look_at_room(client, room, attempt)
+    if not told.sides:
+        silent = [rank_name(each.row.rank) for each in told.silent[:_NAMED]]
         raise RoomNotFound(
-            f"none of {len(answers)} ranks at {client.address} knows room {room} attempt {attempt}"
-            + (f"; {len(silent)} did not answer: {', '.join(_names(silent))}" if silent else ""),
+            f"none of {told.asked} ranks at {client.address} knows room {room} attempt {attempt}"
+            + (f"; {len(told.silent)} did not answer: {', '.join(silent)}" if silent else ""),
             metadata={"room": room, "attempt": attempt},
         )
     if as_json:
-        return _show_json(found, silent)
-    columns = ("rank", "role", "state", "#pages done", "writes", "held", "#age", "failure")
-    rows: list[Sequence[object]] = [_row(answer) for answer in found]
-    rows += [(rank_name(each.row.rank), role_name(each.row.role), *unanswered(each, 6)) for each in silent]
-    show_table(f"Room {room}, attempt {attempt}", columns, rows, "none")
-    first = _first_failure(found)
+        return _show_json(told)
+    show_table(f"Room {room}, attempt {attempt}", COLUMNS, rows_of(told), "none", FIRST_TO_GO)
+    show_table("In order, each rank by its own host's clock", STEP_COLUMNS, step_rows(told), "none")
+    first = first_failure(told)
     if first is not None:
-        show_record("Its cause, as the first rank saw it", [("at", first[0]), *failure_fields(first[1].failure)])
-        click.secho(f"{next_step(first[1])} docs/my-room-failed.md has more.".strip(), fg="cyan")
+        cause = [("at", first.incarnation), *failure_fields(first.room.failure)]
+        show_record("Its cause, as the first rank saw it", cause)
+        hint = f"{next_step(first.room)} docs/my-room-failed.md has more.".strip()
+        click.secho(click.wrap_text(hint, width=columns_here()), fg="cyan")
 
 
 def next_step(room: transfer_service_pb2.Room) -> str:
@@ -82,39 +80,39 @@ def next_step(room: transfer_service_pb2.Room) -> str:
     return NEXT_STEPS.get(Reason(reason), "") if reason in Reason._value2member_map_ else ""
 
 
-def _row(answer: RankAnswer[transfer_service_pb2.Room | None]) -> Sequence[object]:
-    room = answer.value
-    assert room is not None
-    _, _, *cells = room_row(room)
-    return (rank_name(answer.row.rank), role_name(room.role), *cells)
+def rows_of(told: Story) -> Sequence[Sequence[object]]:
+    """A row for each side, and for each rank that did not answer."""
+    silent = [(row_name(each.row), role_name(each.row.role), unanswered(each)) for each in told.silent]
+    return [*map(_row, told.sides), *silent]
 
 
-def _first_failure(
-    found: Sequence[RankAnswer[transfer_service_pb2.Room | None]],
-) -> tuple[str, transfer_service_pb2.Room] | None:
+def _row(side: Side) -> Sequence[object]:
+    _, _, state, peer, pages, writes, held, age, *stages, failure = room_row(side.room)
+    return (side.rank, role_name(side.room.role), state, peer, pages, writes, held, age, *stages, failure)
+
+
+def step_rows(told: Story) -> Sequence[Sequence[object]]:
+    """When, how long after the first, which rank, what."""
+    steps = list(steps_of(told.sides))
+    return [(_time(at), f"+{milliseconds(at - steps[0][0])}", side.rank, what) for at, side, what in steps]
+
+
+def _time(at: float) -> str:
+    return f"{datetime.fromtimestamp(at, timezone.utc):%H:%M:%S.%f}"[:-3]
+
+
+def first_failure(told: Story) -> Side | None:
     """The earliest: each side keeps the cause that it heard of first."""
-    failed = [
-        (answer.value.failure.time.ToNanoseconds(), incarnation_name(answer.row.rank), answer.value)
-        for answer in found
-        if answer.value is not None and answer.value.HasField("failure")
-    ]
-    return min(failed, key=lambda each: each[:2])[1:] if failed else None
+    failed = [side for side in told.sides if side.room.HasField("failure")]
+    return min(failed, key=lambda side: (side.room.failure.time.ToNanoseconds(), side.rank), default=None)
 
 
-def _names(answers: Sequence[RankAnswer[transfer_service_pb2.Room | None]]) -> list[str]:
-    return [rank_name(answer.row.rank) for answer in answers[:5]]
-
-
-def _show_json(
-    found: Sequence[RankAnswer[transfer_service_pb2.Room | None]],
-    silent: Sequence[RankAnswer[transfer_service_pb2.Room | None]],
-) -> None:
+def _show_json(told: Story) -> None:
     from google.protobuf import json_format
 
-    for answer in found:
-        assert answer.value is not None
-        fields = json_format.MessageToDict(answer.value, always_print_fields_with_no_presence=True)
-        print(json.dumps({"rank": rank_name(answer.row.rank), "room": fields}))
-    for answer in silent:
+    for side in told.sides:
+        fields = json_format.MessageToDict(side.room, always_print_fields_with_no_presence=True)
+        print(json.dumps({"rank": str(side.rank), "room": fields}))
+    for answer in told.silent:
         assert answer.error is not None
         print(json.dumps({"rank": rank_name(answer.row.rank), "error": answer.error.reason.name}))

@@ -15,7 +15,7 @@ _LONGEST_FILTER = 64
 class Arrangement:
     """By which column, largest first or not; ``wanted``: the text that a rank must have somewhere; ``typing``: keys
     belong to that text; ``chosen``: the number of a rank among those that are shown, which may be fewer by now;
-    ``opened``: that one is looked at."""
+    ``opened``: that one is looked at; ``chosen_room`` and ``room_opened``: the same for the rooms that it lists."""
 
     column: int = 0
     reverse: bool = False
@@ -23,12 +23,16 @@ class Arrangement:
     typing: bool = False
     chosen: int = 0
     opened: bool = False
+    chosen_room: int = 0
+    room_opened: bool = False
 
 
 def pressed(order: Arrangement, key: str, columns: int) -> Arrangement:
     """What a key makes of it; one that means nothing changes nothing."""
+    if order.room_opened:
+        return replace(order, room_opened=False) if key == ESCAPE else order
     if order.opened:
-        return replace(order, opened=False) if key == ESCAPE else order
+        return _pressed_at_rank(order, key)
     if key == ESCAPE:
         return replace(order, wanted="", typing=False)
     if order.typing:
@@ -45,6 +49,20 @@ def pressed(order: Arrangement, key: str, columns: int) -> Arrangement:
     if key == "r":
         return replace(order, reverse=not order.reverse)
     return replace(order, typing=True) if key == "/" else order
+
+
+def _pressed_at_rank(order: Arrangement, key: str) -> Arrangement:
+    if key == ESCAPE:
+        return replace(order, opened=False, chosen_room=0)
+    if key in ("j", "k"):
+        return replace(order, chosen_room=max(0, order.chosen_room + (1 if key == "j" else -1)))
+    return replace(order, room_opened=True) if key in (RETURN, "\n") else order
+
+
+def lines_around(chosen: int, count: int, most: int) -> range:
+    """Those of ``count`` lines to show where there is room for ``most``: the first, or those until the chosen."""
+    end = min(count, max(chosen + 1, most))
+    return range(max(0, end - max(1, most)), end)
 
 
 def arranged(lines: Sequence[T], order: Arrangement, values: Callable[[T], Sequence[object]]) -> list[T]:

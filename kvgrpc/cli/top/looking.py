@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvgrpc.cli.fleet.tables import unanswered
-from kvgrpc.cli.names import rank_name, reason_name, role_name, seconds_of, tier_name, value_name
-from kvgrpc.cli.output import milliseconds, seconds
+from kvgrpc.cli.names import reason_name, role_name, row_name, seconds_of, tier_name, value_name
+from kvgrpc.cli.output import NO_ANSWER, milliseconds, seconds
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient
     from kvgrpc.client.aio import Client
-    from kvgrpc.v1 import prefetch_service_pb2, registry_service_pb2, server_service_pb2, transfer_service_pb2
+    from kvgrpc.v1 import prefetch_service_pb2, server_service_pb2, transfer_service_pb2
 
 _OF_A_ROW = ("rank", "role", "server")
 _OF_HAND_OFFS = (
@@ -27,14 +27,13 @@ COLUMNS = (*_OF_A_ROW, "health", "lease", *_OF_HAND_OFFS, "tiers", "#hits", "#ev
 # Shown although no rank has a value.
 _ALWAYS = 5
 _FORMATS = {"#GB/s": "{:.2f}".format, "#p50": milliseconds, "#p99": milliseconds, "#hits": "{:.0%}".format}
-# Where a terminal is narrow these are left out, the first ones first; a rank that is opened says all.
-_FIRST_TO_GO = (
+# Where there is no room these are left out, the first ones first; a rank that is opened says all.
+FIRST_TO_GO = (
     *("server", "#not open", "#p50", "#held", "role", "lease", "#sessions", "#pulls", "#hits", "#event lag", "tiers"),
     *("#failed", "#rooms", "#p99", "#rooms/min", "#GB/s"),
 )
-# Blanks between two columns.
-GAP = 2
 _FAILED_LOOKED_AT = 256
+_SLOWEST_LISTED = 5
 _TRANSFER, _CACHE, _PULL, _EVENTS = (f"kvgrpc.v1.{name}Service" for name in ("Transfer", "Prefetch", "Pull", "Event"))
 _WATCH = "/kvgrpc.v1.EventService/Watch"
 
@@ -42,13 +41,18 @@ _WATCH = "/kvgrpc.v1.EventService/Watch"
 @dataclass(frozen=True, slots=True)
 class RankLine:
     """One rank: a value for each column, numbers as they are, None where there is none; of its newest failed rooms how
-    many ended by which reason; its sessions, and its rooms that are open or failed."""
+    many ended by which reason; its sessions; its rooms that are open, then those that failed, the newest first, and the
+    slowest that went well."""
 
     values: Sequence[object]
-    short_name: str
     reasons: Counter[str] = field(default_factory=Counter)
     sessions: Sequence[transfer_service_pb2.Session] = ()
     rooms: Sequence[transfer_service_pb2.Room] = ()
+
+    @property
+    def unanswered(self) -> bool:
+        """Its health says why."""
+        return str(self.values[len(_OF_A_ROW)]).startswith(NO_ANSWER)
 
 
 def look_at_ranks(client: SyncClient) -> list[RankLine]:
@@ -56,14 +60,14 @@ def look_at_ranks(client: SyncClient) -> list[RankLine]:
     found = []
     for answer in client.ask_ranks(_look):
         row = answer.row
-        known = (rank_name(row.rank), role_name(row.role), row.endpoints.grpc)
+        known = (row_name(row), role_name(row.role), row.endpoints.grpc)
         if answer.value is None:
-            missing = [value or None for value in unanswered(answer, len(COLUMNS) - len(known))]
-            found.append(RankLine((*known, *missing), _short_name(row)))
+            missing = [None] * (len(COLUMNS) - len(known) - 1)
+            found.append(RankLine((*known, unanswered(answer), *missing)))
         else:
             seen = answer.value
             reasons = Counter(reason_name(room.failure) for room in seen.rooms if room.HasField("failure"))
-            found.append(RankLine((*known, *seen.values), _short_name(row), reasons, seen.sessions, seen.rooms))
+            found.append(RankLine((*known, *seen.values), reasons, seen.sessions, seen.rooms))
     return found
 
 
@@ -101,9 +105,10 @@ async def _hand_offs(
     shut = sum(session.state != pb.SESSION_STATE_OPEN for session in sessions)
     failed = await rank.list_newest_failed_rooms(_FAILED_LOOKED_AT)
     open_rooms = await rank.list_rooms(states=open_states)
+    slowest = await rank.list_slowest_rooms(_SLOWEST_LISTED)
     here = await rank.get_rank()
     known = len(sessions), shut, len(open_rooms), len(failed), here.pages_held
-    return (*known, *_last_minute(sessions)), sessions, [*open_rooms, *failed]
+    return (*known, *_last_minute(sessions)), sessions, [*open_rooms, *failed, *slowest]
 
 
 def _lease(info: server_service_pb2.GetServerInfoResponse) -> str | None:
@@ -157,33 +162,20 @@ def columns_of(lines: Sequence[RankLine]) -> list[int]:
     return [number for number in range(len(COLUMNS)) if number < _ALWAYS or number in there]
 
 
-def fitting(lines: Sequence[RankLine], shown: Sequence[int], width: int, kept: int) -> list[int]:
-    """Those of the columns for which a terminal of this width has room; ``kept`` in any case."""
-    rows = [[str(cell) for cell in cells(line, shown, short=True)] for line in lines]
-    # The mark of the order stands behind a name.
-    heads = [len(COLUMNS[number].removeprefix("#")) + 2 * (number == kept) for number in shown]
-    widths = {
-        number: max([head, *(len(row[at]) for row in rows)]) + GAP
-        for at, (number, head) in enumerate(zip(shown, heads, strict=True))
-    }
-    gone = [number for number in map(COLUMNS.index, _FIRST_TO_GO) if number in widths and number != kept]
-    room = width + GAP - sum(widths[number] for number in shown if number not in gone)
-    left = set(shown) - set(gone)
-    for number in reversed(gone):
-        if widths[number] <= room:
-            left.add(number)
-            room -= widths[number]
-    return sorted(left)
-
-
-def cells(line: RankLine, shown: Sequence[int], *, short: bool = False) -> Sequence[object]:
-    """These columns as they are shown; ``short``: without the coordinates that all ranks of the engine share."""
+def cells(line: RankLine, shown: Sequence[int]) -> Sequence[object]:
+    """These columns as they are shown; of a rank that did not answer, those until it says so."""
+    numbers = [number for number in shown if number < _ALWAYS - 1] if line.unanswered else shown
 
     def cell(number: int) -> object:
         value, written = line.values[number], _FORMATS.get(COLUMNS[number])
         return value if written is None or not isinstance(value, float) else written(value)
 
-    return [line.short_name if short and number == 0 else cell(number) for number in shown]
+    return [cell(number) for number in numbers]
+
+
+def fields_of(line: RankLine) -> dict[str, object]:
+    """For programs: each column by its name, numbers as they are, null where there is none."""
+    return {column.removeprefix("#"): value for column, value in zip(COLUMNS, line.values, strict=True)}
 
 
 def failures_by_reason(lines: Sequence[RankLine]) -> str:
@@ -192,9 +184,3 @@ def failures_by_reason(lines: Sequence[RankLine]) -> str:
     if not together:
         return ""
     return "failed rooms that are listed: " + ", ".join(f"{reason} {count}" for reason, count in together.most_common())
-
-
-def _short_name(row: registry_service_pb2.RankRow) -> str:
-    engine, *coordinates = rank_name(row.rank).split("/")
-    sizes = (row.layout.dp, row.layout.pp, row.layout.cp, row.layout.tp)
-    return "/".join((engine, *(each for each, size in zip(coordinates, sizes, strict=True) if size > 1)))

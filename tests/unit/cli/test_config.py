@@ -61,7 +61,7 @@ def test_what_is_in_force_is_shown_with_where_it_comes_from(
     monkeypatch.setenv("KVGRPC_TOKEN", "a-secret-of-twenty-bytes")
     assert ended_with(["config", "show"]) in (0, None)
     shown = capsys.readouterr().out
-    lines = {line.split()[1]: line for line in shown.splitlines() if line.startswith("│")}
+    lines = {line.split()[0]: line for line in shown.splitlines()}
     assert "7.0" in lines["lease_ttl"] and "environment" in lines["lease_ttl"]
     assert "default" in lines["resolve_timeout"]
     assert "a-secret" not in shown

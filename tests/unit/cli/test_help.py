@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
+
+import click
+
+from kvgrpc.cli.main import command
 
 SCRIPT = """
 import sys
+from kvgrpc.cli.main import command
 from kvgrpc.cli.main import command
 command(["--help"], standalone_mode=False)
 print([name for name in ("grpc", "google.protobuf", "numpy", "prometheus_client", "zmq") if name in sys.modules])
@@ -17,3 +24,19 @@ def test_the_help_loads_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=50)
     assert "Run a server in the foreground." in done.stdout
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        found = group.get_command(context, name)
+        assert found is not None
+        yield " ".join((*path, name)), found
+        if isinstance(found, click.Group):
+            yield from commands(found, (*path, name))
+
+
+def test_no_command_has_an_option_twice() -> None:
+    for name, found in commands(command):
+        options = [option for parameter in found.params for option in (*parameter.opts, *parameter.secondary_opts)]
+        assert [option for option, count in Counter(options).items() if count > 1] == [], name

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from functools import reduce
 
 import pytest
+from rich.console import Console
 
-from kvgrpc.cli.top.arrangement import BACKSPACE, ESCAPE, RETURN, Arrangement, arranged, pressed
+from kvgrpc.cli.fitting import Name
+from kvgrpc.cli.top.arrangement import BACKSPACE, ESCAPE, RETURN, Arrangement, arranged, lines_around, pressed
 from kvgrpc.cli.top.looking import COLUMNS as ALL
-from kvgrpc.cli.top.looking import GAP, RankLine, cells, columns_of, fill, fitting, hit_rate
+from kvgrpc.cli.top.looking import RankLine, cells, columns_of, fill, hit_rate
+from kvgrpc.cli.top.screens import KEYS, ranks_screen
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1.prefetch_service_pb2 import CacheTierUse
 
@@ -60,17 +64,17 @@ def after(*keys: str) -> Arrangement:
 def test_a_rank_is_chosen_opened_and_closed_again() -> None:
     assert after("j", "j", "k").chosen == 1 and after("k").chosen == 0
     assert after("j", RETURN).opened and not after("j", RETURN, ESCAPE).opened
-    assert after("j", RETURN, "k", "r", "/") == after("j", RETURN)
+    assert after("j", RETURN, "r", "/") == after("j", RETURN)
     assert not after("/", "x", RETURN).opened and after("/", "x", RETURN, RETURN).opened
 
 
 def test_columns_in_which_no_rank_has_a_value_are_left_out() -> None:
     values: list[object] = [None] * len(ALL)
     values[0], values[ALL.index("#GB/s")], values[ALL.index("#hits")] = "P/dp0", 1.234, 0.5
-    line = RankLine(values, "P")
-    shown = columns_of([line, RankLine([None] * len(ALL), "D")])
+    line = RankLine(values)
+    shown = columns_of([line, RankLine([None] * len(ALL))])
     assert [ALL[number] for number in shown] == ["rank", "role", "server", "health", "lease", "#GB/s", "#hits"]
-    assert cells(line, shown, short=True) == ["P", None, None, None, None, "1.23", "50%"]
+    assert cells(line, shown) == ["P/dp0", None, None, None, None, "1.23", "50%"]
 
 
 def test_tiers_say_how_full_they_are_and_how_often_they_had_what_was_asked_for() -> None:
@@ -82,14 +86,36 @@ def test_tiers_say_how_full_they_are_and_how_often_they_had_what_was_asked_for()
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 400])
-def test_a_narrow_terminal_shows_what_matters_and_the_column_that_is_sorted_by(width: int) -> None:
-    line = RankLine(
-        ["prefill-0/dp0/pp0/cp0/tp0", "prefill", "10.12.33.7:9001", *["some text"] * (len(ALL) - 3)], "prefill-0"
-    )
-    everything = range(len(ALL))
-    assert fitting([line], everything, 400, 0) == list(everything)
-    shown, kept = fitting([line], everything, width, 0), ALL.index("server")
-    texts = [[ALL[number].removeprefix("#"), str(cells(line, [number], short=True)[0])] for number in shown]
-    assert sum(max(map(len, each)) + GAP for each in texts) <= width + GAP
-    assert {"rank", "health"} < {ALL[number] for number in shown}
-    assert kept in fitting([line], everything, width, kept)
+@pytest.mark.parametrize("sorted_by", ["rank", "server"])
+def test_a_narrow_terminal_shows_what_matters_and_the_column_that_is_sorted_by(width: int, sorted_by: str) -> None:
+    rank = Name("prefill-0/dp0/pp0/cp0/tp0", "prefill-0")
+    line = RankLine([rank, "prefill", "10.12.33.7:9001", *["some"] * (len(ALL) - 3)])
+    shown = screen([line] * 50, Arrangement(ALL.index(sorted_by), chosen=30), width)
+    assert max(map(len, shown)) <= max(width, len(KEYS))
+    head = shown[2].split()
+    assert {"rank", "health", sorted_by} <= set(head) and head[head.index(sorted_by) + 1] == "^"
+    assert ("no room for: " in shown[-1]) == (width < 400)
+
+
+def screen(ranks: list[RankLine], order: Arrangement, width: int) -> list[str]:
+    console = Console(width=1000, file=io.StringIO())
+    console.print(ranks_screen("registry", ranks, ranks, order, width, 20))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_the_rank_that_is_chosen_is_always_on_the_screen() -> None:
+    assert list(lines_around(0, 50, 15)) == list(range(15))
+    assert list(lines_around(30, 50, 15)) == list(range(16, 31))
+    assert list(lines_around(49, 50, 15)) == list(range(35, 50))
+    assert list(lines_around(0, 2, 15)) == [0, 1] and list(lines_around(3, 9, 0)) == [3]
+
+
+def test_a_room_of_an_opened_rank_is_chosen_opened_and_closed_again() -> None:
+    assert after(RETURN, "j", "j", "k").chosen_room == 1
+    opened = after(RETURN, "j", RETURN)
+    assert opened.opened and opened.room_opened and opened.chosen_room == 1
+    assert after(RETURN, "j", RETURN, "j", "r", "/") == opened
+    closed = after(RETURN, "j", RETURN, ESCAPE)
+    assert closed.opened and not closed.room_opened
+    assert after(RETURN, "j", RETURN, ESCAPE, ESCAPE) == Arrangement()
