@@ -10,8 +10,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +24,9 @@ from kvgrpc.client import SyncClient
 from kvgrpc.server import RegistryServer
 from tests.support.browser import Browser, browser
 from tests.support.rank_host import RankProcess
+from tests.support.waiting import wait_until
 
+ALL = ("demo", "top", "view", "site")
 COLUMNS, LINES = 150, 38
 KVGRPC = f"{sys.executable} -m kvgrpc"
 DEMO_SECONDS = 300.0
@@ -45,6 +49,9 @@ class Terminal:
     def shows(self) -> str:
         """The screen, with its colours."""
         return self._tmux("capture-pane", "-e", "-p").rstrip("\n")
+
+    def types(self, key: str) -> None:
+        self._tmux("send-keys", key)
 
     def end(self) -> None:
         self._tmux("send-keys", "C-c")
@@ -106,7 +113,22 @@ def without_hosts(svg: str) -> str:
     return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.S)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, wanted: Sequence[str]) -> None:
+    if "demo" in wanted:
+        (folder / "demo.svg").write_text(without_hosts(moving(_demo(), "kvgrpc demo --view")))
+    if "top" in wanted or "view" in wanted:
+        with at_work() as registry:
+            if "top" in wanted:
+                _top(folder, registry)
+            if "view" in wanted:
+                with SyncClient(registry) as client, page_of(client, "127.0.0.1:0", 1.0) as page, browser() as tab:
+                    pages(folder, f"http://{page}/", tab)
+    if "site" in wanted:
+        with site() as address, browser() as tab:
+            _site(folder, address, tab)
+
+
+def _demo() -> list[str]:
     with terminal(f"{KVGRPC} demo --view") as demo:
         screens, screen, end = list[str](), "", time.monotonic() + DEMO_SECONDS
         while "kvgrpc demo: OK" not in screen:
@@ -115,14 +137,37 @@ def main(folder: Path) -> None:
             screen = demo.shows().replace(KVGRPC, "kvgrpc")
             if screen.strip() and screen not in screens[-1:]:
                 screens.append(screen)
-    chosen = [*screens[:: -(-len(screens) // MOST_FRAMES)], screen]
-    (folder / "demo.svg").write_text(without_hosts(moving(chosen, "kvgrpc demo --view")))
-    with at_work() as registry:
-        with terminal(f"{KVGRPC} top -s {registry}") as top:
-            time.sleep(LOOKED_AT_SECONDS)
-            (folder / "top.svg").write_text(without_hosts(drawn(top.shows(), "kvgrpc top")))
-        with SyncClient(registry) as client, page_of(client, "127.0.0.1:0", 1.0) as page, browser() as tab:
-            pages(folder, f"http://{page}/", tab)
+    return [*screens[:: -(-len(screens) // MOST_FRAMES)], screen]
+
+
+def _top(folder: Path, registry: str) -> None:
+    """All ranks; then the first of them, and the room that failed last at it, as the keys open them."""
+    with terminal(f"{KVGRPC} top -s {registry}") as top:
+        time.sleep(LOOKED_AT_SECONDS)
+        (folder / "top.svg").write_text(without_hosts(drawn(top.shows(), "kvgrpc top")))
+        for key, shown in (("Enter", "choose a room"), ("Enter", "in order, each rank")):
+            top.types(key)
+            wait_until(lambda shown=shown: shown in top.shows())
+        (folder / "top-room.svg").write_text(without_hosts(drawn(top.shows(), "kvgrpc top: a room")))
+
+
+@contextmanager
+def site() -> Iterator[str]:
+    """The address of what `make docs` built."""
+    built = Path("build/site")
+    assert (built / "index.html").exists(), "type `make docs` first"
+    handler = partial(SimpleHTTPRequestHandler, directory=str(built))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def _site(folder: Path, address: str, tab: Browser) -> None:
+    tab.looks(1440, 900, "light")
+    tab.open(address)
+    time.sleep(2.0)
+    (folder / "site.png").write_bytes(tab.picture())
 
 
 def pages(folder: Path, page: str, tab: Browser) -> None:
@@ -188,4 +233,4 @@ def _hand_over(ranks: Mapping[str, RankProcess], registry: str, over: threading.
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:] or ALL)

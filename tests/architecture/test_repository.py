@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TOP_LEVEL = {
     *("protos", "kvgrpc", "clients", "examples", "deploy", "tests", "benchmarks", "docs", ".ci", ".github"),
-    *("pyproject.toml", "buf.yaml", "buf.gen.yaml", "Makefile", ".gitignore", ".gitattributes"),
+    *("pyproject.toml", "hatch_build.py", "buf.yaml", "buf.gen.yaml", "Makefile", ".gitignore", ".gitattributes"),
     *(".editorconfig", ".pre-commit-config.yaml"),
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE"),
 }

@@ -43,17 +43,22 @@ def look_at_fleet(
     answers = client.ask_ranks(call)
     if as_json:
         return partial(show_json_by_rank, answers)
-    layouts = {answer.row.rank.rank.engine: answer.row.layout for answer in answers}
+    layouts = layouts_of(answers)
     said = [(row_name(answer.row), each) for answer in answers for each in answer.value or ()]
     if order is not None:
         said.sort(key=lambda pair: order(pair[1]))
-    rows: list[Sequence[object]] = [(name, *_with_short_names(row(each), layouts)) for name, each in said]
+    rows: list[Sequence[object]] = [(name, *with_short_names(row(each), layouts)) for name, each in said]
     rows += [(row_name(answer.row), unanswered(answer)) for answer in answers if answer.error is not None]
     title = f"{title} of the ranks at {client.address}"
     return partial(show_table, title, ("rank", *columns), rows, "none", first_to_go)
 
 
-def _with_short_names(cells: Sequence[object], layouts: Mapping[str, common_pb2.Layout]) -> Sequence[object]:
+def layouts_of(answers: Iterable[RankAnswer[Any]]) -> Mapping[str, common_pb2.Layout]:
+    """By engine."""
+    return {answer.row.rank.rank.engine: answer.row.layout for answer in answers}
+
+
+def with_short_names(cells: Sequence[object], layouts: Mapping[str, common_pb2.Layout]) -> Sequence[object]:
     """Those of ranks whose engine the registry knows."""
 
     def cell(value: object) -> object:

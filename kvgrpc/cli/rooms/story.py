@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvgrpc.cli.fitting import Name
+from kvgrpc.cli.fleet.tables import layouts_of
 from kvgrpc.cli.names import incarnation_name, reason_name, role_name, row_name, seconds_of
 from kvgrpc.cli.output import size
 from kvgrpc.cli.rooms.command import pages_done, peers_of, state_name
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from kvgrpc.client import SyncClient
     from kvgrpc.client.aio import Client
     from kvgrpc.client.fleet import RankAnswer
-    from kvgrpc.v1 import registry_service_pb2, transfer_service_pb2
+    from kvgrpc.v1 import common_pb2, registry_service_pb2, transfer_service_pb2
 
 STAGES = ("bootstrap", "wait", "transfer")
 
@@ -39,12 +40,14 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """Its sides, the one that began first before the others; the ranks that did not answer; of how many asked."""
+    """Its sides, the one that began first before the others; the ranks that did not answer; the layouts of engines;
+    how many were asked."""
 
     room: int
     attempt: int
     sides: Sequence[Side] = ()
     silent: Sequence[RankAnswer[transfer_service_pb2.Room | None]] = ()
+    layouts: Mapping[str, common_pb2.Layout] = field(default_factory=dict)
     asked: int = 0
 
 
@@ -61,7 +64,8 @@ def look_at_room(client: SyncClient, room: int, attempt: int, timeout: float | N
     now = time.time()
     sides = [side_of(each.row, each.value, now) for each in answers if each.value is not None]
     silent = [answer for answer in answers if answer.error is not None]
-    return Story(room, attempt, sorted(sides, key=lambda side: (side.began, side.rank)), silent, len(answers))
+    sides.sort(key=lambda side: (side.began, side.rank))
+    return Story(room, attempt, sides, silent, layouts_of(answers), len(answers))
 
 
 def side_of(row: registry_service_pb2.RankRow, room: transfer_service_pb2.Room, now: float) -> Side:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvgrpc.cli.connection import calls_a_registry, json_option
-from kvgrpc.cli.fleet.tables import unanswered
+from kvgrpc.cli.fleet.tables import unanswered, with_short_names
 from kvgrpc.cli.names import rank_name, role_name, row_name
 from kvgrpc.cli.output import columns_here, milliseconds, show_record, show_table, wide_option
 from kvgrpc.cli.rooms.command import ATTEMPT, ROOM, ROOM_COLUMNS, STAGES, failure_fields, room_row
@@ -83,7 +83,7 @@ def next_step(room: transfer_service_pb2.Room) -> str:
 def rows_of(told: Story) -> Sequence[Sequence[object]]:
     """A row for each side, and for each rank that did not answer."""
     silent = [(row_name(each.row), role_name(each.row.role), unanswered(each)) for each in told.silent]
-    return [*map(_row, told.sides), *silent]
+    return [*(with_short_names(_row(side), told.layouts) for side in told.sides), *silent]
 
 
 def _row(side: Side) -> Sequence[object]:

@@ -14,7 +14,6 @@ from kvgrpc.cli.main import command
 SCRIPT = """
 import sys
 from kvgrpc.cli.main import command
-from kvgrpc.cli.main import command
 command(["--help"], standalone_mode=False)
 print([name for name in ("grpc", "google.protobuf", "numpy", "prometheus_client", "zmq") if name in sys.modules])
 """
