@@ -1,4 +1,4 @@
-"""Which columns of a table there is room for, and how wide each is. Pure."""
+"""The columns of a table for which there is room, and the width of each. Pure."""
 
 from __future__ import annotations
 

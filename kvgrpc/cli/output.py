@@ -68,7 +68,7 @@ def table_of(
     first_to_go: Sequence[str] = (),
     chosen: int | None = None,
 ) -> tuple[Text, Sequence[str]]:
-    """As ``show_table``, with the chosen row reversed; and the names of the columns that were left out.
+    """The table of ``show_table``, with the chosen row reversed; and the names of the columns that were left out.
 
     The last cell of a row that has fewer cells than columns goes on over the others.
     """
@@ -121,7 +121,7 @@ def show(content: RenderableType) -> None:
 
 
 def columns_here() -> int:
-    """The columns of the terminal; those of COLUMNS where that is set, as watch(1) does; 80 in a pipe."""
+    """The columns of the terminal; those of COLUMNS where that is set, as `watch` does; 80 in a pipe."""
     return shutil.get_terminal_size((80, 24)).columns
 
 

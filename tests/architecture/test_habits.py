@@ -147,6 +147,8 @@ def test_a_comment_that_cites_a_rule_names_it() -> None:
     )
     found = []
     for path, _ in (*sources("kvgrpc"), *sources("tests")):
+        if not bare.search(path.read_text()):
+            continue  # tokens of all files take a busy machine a minute
         with path.open("rb") as file:
             for token in tokenize.tokenize(file.readline):
                 # A call in an f-string is no citation.

@@ -24,7 +24,7 @@ STAGES = ("bootstrap", "wait", "transfer")
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class RoomSide:
     """A rank that knows the room. Times are Unix seconds of that rank's host; of a room that runs they are of this one.
 
     ``stages``: the seconds of each, once it went well.
@@ -45,7 +45,7 @@ class Story:
 
     room: int
     attempt: int
-    sides: Sequence[Side] = ()
+    sides: Sequence[RoomSide] = ()
     silent: Sequence[RankAnswer[transfer_service_pb2.Room | None]] = ()
     layouts: Mapping[str, common_pb2.Layout] = field(default_factory=dict)
     asked: int = 0
@@ -68,23 +68,23 @@ def look_at_room(client: SyncClient, room: int, attempt: int, timeout: float | N
     return Story(room, attempt, sides, silent, layouts_of(answers), len(answers))
 
 
-def side_of(row: registry_service_pb2.RankRow, room: transfer_service_pb2.Room, now: float) -> Side:
+def side_of(row: registry_service_pb2.RankRow, room: transfer_service_pb2.Room, now: float) -> RoomSide:
     names = row_name(row), incarnation_name(row.rank)
     if room.HasField("end"):
         stages = {stage: seconds_of(getattr(room.end, f"{stage}_time")) for stage in STAGES}
         ended = room.end.time.ToNanoseconds() / 1e9
-        return Side(*names, room, ended - sum(stages.values()), ended, stages)
+        return RoomSide(*names, room, ended - sum(stages.values()), ended, stages)
     began = now - seconds_of(room.age)
     failed = room.HasField("failure")
-    return Side(*names, room, began, max(began, room.failure.time.ToNanoseconds() / 1e9) if failed else now, {})
+    return RoomSide(*names, room, began, max(began, room.failure.time.ToNanoseconds() / 1e9) if failed else now, {})
 
 
-def steps_of(sides: Sequence[Side]) -> Iterator[tuple[float, Side, str]]:
+def steps_of(sides: Sequence[RoomSide]) -> Iterator[tuple[float, RoomSide, str]]:
     """When which side came to what, in order."""
     return iter(sorted((step for side in sides for step in _steps(side)), key=lambda step: step[0]))
 
 
-def _steps(side: Side) -> Iterator[tuple[float, Side, str]]:
+def _steps(side: RoomSide) -> Iterator[tuple[float, RoomSide, str]]:
     room = side.room
     yield side.began, side, f"{role_name(room.role)} knows of the room"
     if room.HasField("end"):

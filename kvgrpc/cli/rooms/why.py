@@ -19,7 +19,7 @@ from kvgrpc.errors import Reason, RoomNotFound
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvgrpc.cli.rooms.story import Side, Story
+    from kvgrpc.cli.rooms.story import RoomSide, Story
     from kvgrpc.client import SyncClient
     from kvgrpc.v1 import transfer_service_pb2
 
@@ -75,7 +75,7 @@ def why(client: SyncClient, room: int, attempt: int, as_json: bool) -> None:
 
 
 def next_step(room: transfer_service_pb2.Room) -> str:
-    """What to do about a room that failed; empty for a reason of a newer version."""
+    """The advice about a room that failed; empty for a reason of a newer version."""
     reason = room.failure.reason
     return NEXT_STEPS.get(Reason(reason), "") if reason in Reason._value2member_map_ else ""
 
@@ -86,7 +86,7 @@ def rows_of(told: Story) -> Sequence[Sequence[object]]:
     return [*(with_short_names(_row(side), told.layouts) for side in told.sides), *silent]
 
 
-def _row(side: Side) -> Sequence[object]:
+def _row(side: RoomSide) -> Sequence[object]:
     _, _, state, peer, pages, writes, held, age, *stages, failure = room_row(side.room)
     return (side.rank, role_name(side.room.role), state, peer, pages, writes, held, age, *stages, failure)
 
@@ -101,7 +101,7 @@ def _time(at: float) -> str:
     return f"{datetime.fromtimestamp(at, timezone.utc):%H:%M:%S.%f}"[:-3]
 
 
-def first_failure(told: Story) -> Side | None:
+def first_failure(told: Story) -> RoomSide | None:
     """The earliest: each side keeps the cause that it heard of first."""
     failed = [side for side in told.sides if side.room.HasField("failure")]
     return min(failed, key=lambda side: (side.room.failure.time.ToNanoseconds(), side.rank), default=None)

@@ -1,4 +1,4 @@
-"""Which ranks are shown, and in which order: what keys change. Pure."""
+"""The ranks that are shown, and their order: what keys change. Pure."""
 
 from __future__ import annotations
 

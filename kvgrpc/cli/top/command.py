@@ -73,7 +73,7 @@ def _watch(client: SyncClient, every: float) -> None:
 
     from kvgrpc.cli.top.keys import Keyboard
 
-    seen = _Seen(client)
+    seen = _Shown(client)
     with Keyboard() as keys, Live(screen=True, auto_refresh=False) as live:
         while True:
             next_look = time.monotonic() + every
@@ -88,8 +88,8 @@ def _watch(client: SyncClient, every: float) -> None:
             seen.look()
 
 
-class _Seen:
-    """What was seen last, and what of it is shown."""
+class _Shown:
+    """The look that was last, and the part of it that is on the screen."""
 
     def __init__(self, client: SyncClient) -> None:
         self._client = client

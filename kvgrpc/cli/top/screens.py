@@ -1,4 +1,4 @@
-"""What is on the screen: all ranks, one rank with its sessions and rooms, or one room from both sides."""
+"""The screens: all ranks, one rank with its sessions and rooms, or one room from both sides."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def rank_screen(line: RankLine, order: Arrangement, width: int, height: int) -> 
 
 
 def room_screen(told: Story, width: int) -> RenderableType:
-    """As ``kvgrpc why`` tells it."""
+    """The story that ``kvgrpc why`` tells."""
     from rich.console import Group
     from rich.text import Text
 

@@ -27,7 +27,7 @@ def look_at_room(client: SyncClient, room: int, attempt: int) -> Fields:
     }
 
 
-def _side(side: story.Side) -> Fields:
+def _side(side: story.RoomSide) -> Fields:
     room = side.room
     return {
         "rank": str(side.rank),
