@@ -43,10 +43,12 @@ def row_name(row: registry_service_pb2.RankRow) -> Name:
 
 
 def short_rank(name: str, layout: common_pb2.Layout) -> str:
-    """Without the coordinates that all ranks of the engine share; what stands behind a blank stays."""
+    """Without the coordinates that all ranks of the engine share; what is short already, or behind a blank, stays."""
     rank, blank, behind = name.partition(" ")
     engine, *coordinates = rank.split("/")
     sizes = (layout.dp, layout.pp, layout.cp, layout.tp)
+    if len(coordinates) < len(sizes):
+        return name
     told = [each for each, size in zip(coordinates, sizes, strict=True) if size > 1]
     return "/".join((engine, *told)) + blank + behind
 

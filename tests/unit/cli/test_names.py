@@ -54,3 +54,11 @@ def test_a_reason_of_a_newer_server_is_shown_by_its_number() -> None:
 def test_every_state_of_a_source_can_be_asked_for() -> None:
     known = {f"INDEX_SOURCE_STATE_{state.upper()}" for state in STATES}
     assert known == {*index_service_pb2.IndexSourceState.keys()} - {"INDEX_SOURCE_STATE_UNSPECIFIED"}
+
+
+def test_a_rank_is_short_without_what_all_ranks_of_its_engine_share() -> None:
+    layout = common_pb2.Layout(dp=1, pp=1, cp=1, tp=4)
+    assert names.short_rank("P/dp0/pp0/cp0/tp3", layout) == "P/tp3"
+    assert names.short_rank("P/dp0/pp0/cp0/tp3 +2", layout) == "P/tp3 +2"
+    assert names.short_rank("P/dp0/pp0/cp0/tp0", common_pb2.Layout(dp=1, pp=1, cp=1, tp=1)) == "P"
+    assert names.short_rank("P/tp3", layout) == "P/tp3"
