@@ -13,6 +13,7 @@ import pytest
 from kvgrpc.client import Client, EventFollower
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.following.messages import FollowerState
+from kvgrpc.registry import watching
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.server import RegistryServer
 from tests.contract.certificates import OPENSSL, Authority
@@ -65,7 +66,10 @@ async def test_a_watch_that_is_cancelled_by_others_begins_again() -> None:
         assert follower.counts.failures == 1
 
 
-async def test_a_stream_of_a_client_goes_on(server: ServerSecurity, client: ClientSecurity) -> None:
+async def test_a_stream_of_a_client_goes_on(
+    server: ServerSecurity, client: ClientSecurity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "HEARTBEAT_SECONDS", 1.0)
     registry = RegistryServer(["127.0.0.1:0"], security=server)
     registry.open()
     with closing(registry):
