@@ -20,11 +20,15 @@ tests_of = $(if $($(2)),$(wildcard $($(2):%=tests/engines/test_$(1)%.py)),$(filt
 engine_pytest = $(if $(2),$(PYTEST) .venv-$(1)/bin/python -m pytest $(2),echo "no tests of $(1)")
 # What each part of the tests ends with.
 SLOWEST := --durations=10
-# Suites with a target of their own (make test-browser), which `make test` leaves to `.ci/run`: hostile peers and floods, the page in a
-# browser, programs in other languages, the demo's engine, and our own tools (make bench, make soak).
-SUITES := hostile browser languages demo tools
+# Suites with a target of their own (make test-browser), which `make test` leaves to `.ci/run`: hostile peers and floods, processes that
+# are stopped, held or cut off for seconds, the page in a browser, programs in other languages, the demo's engine, and our own tools
+# (make bench, make soak).
+SUITES := hostile outages browser languages demo tools
+# Of these, what has bounds in time.
+TIMED := hostile outages browser
 of_integration = $(patsubst %,tests/integration/test_%.py,$(1))
 hostile := tests/contract/hostile
+outages := $(call of_integration,liveness handoff_network events_network events_faults registry_etcd_kills)
 browser := $(call of_integration,view_browser)
 languages := $(call of_integration,client_readmes generated_examples go_client grpcurl index_programs native_index prefetch_clients rust_client typescript)
 demo := $(call of_integration,demo demo_model examples)
@@ -48,7 +52,7 @@ PYTEST := env -u http_proxy -u https_proxy -u HTTP_PROXY -u HTTPS_PROXY
 test-all bench: export TEST_TRACE ?= $(wildcard ../shared/traces/conversation_trace.jsonl)
 
 .PHONY: help demo test test-all test-engines test-nixl test-suites $(SUITES:%=test-%) soak mutants coverage test-clients clients $(CLIENTS) native bench bench-engines docs release-check gen lint types style contract contract-protobuf6 contract-protobuf7 lock clean worlds
-.PHONY: contract-quick integration types-beside style-beside others cache
+.PHONY: contract-quick integration types-beside style-beside others cache suites suites-beside
 
 help:  ## What there is.
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1 \t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -82,9 +86,17 @@ others: style-beside
 cache: others
 	@$(ALONE) $(BESIDE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) $(CACHE)
 
-test-suites: $(SUITES:%=test-%) contract-protobuf6  ## What CI runs beside `make test`: each suite (test-browser, …), tests/contract on protobuf 6.
+test-suites:  ## What CI runs beside `make test`: each suite (test-browser, …), tests/contract on protobuf 6; in two lanes too.
+	@for each in main gen protobuf6 protobuf7; do .ci/setup $$each; done
+	@$(MAKE) --jobs=$(JOBS) --output-sync=target suites suites-beside
 
-test-browser test-demo test-tools: test-%:
+suites:
+	@for each in contract-protobuf6 $(TIMED:%=test-%); do $(MAKE) --jobs=1 $$each; done
+
+suites-beside:
+	@for each in $(filter-out $(TIMED),$(SUITES)); do $(BESIDE) $(MAKE) --jobs=1 test-$$each; done
+
+test-outages test-browser test-demo test-tools: test-%:
 	@.ci/setup main
 	@$(ALONE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) $($*)
 
