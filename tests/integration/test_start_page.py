@@ -35,6 +35,8 @@ def test_the_first_hand_off_prints_what_the_page_says_and_why_tells_the_cause() 
     said, promised = ran.stdout.splitlines(), printed.splitlines()
     assert re.sub(r":\d+$", "", said[0]) == re.sub(r":\d+$", "", promised[0])
     assert said[1:] == promised[1:]
+    noise = re.findall(r"^WARNING: Logging before|^E\d{4} .*", ran.stderr, re.MULTILINE)
+    assert noise == [], "Mooncake's, of what went well"
     assert "the user went away" in ran.stderr and "ROOM_CANCELLED" in ran.stderr
 
 

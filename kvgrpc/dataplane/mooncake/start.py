@@ -20,6 +20,7 @@ from typing import Any
 
 from kvgrpc.dataplane.mooncake.connections import LISTEN, read_table
 from kvgrpc.dataplane.mooncake.environment import check_environment, ports, prepare_environment
+from kvgrpc.dataplane.mooncake.glog import quiet
 from kvgrpc.dataplane.shm.process import socket_inodes
 from kvgrpc.errors import FeatureDisabled
 
@@ -59,11 +60,17 @@ def start_engine(load: Callable[[], type[Any]], host: str, device: str) -> Start
     with _starting:
         prepare_environment(host)
         _check_versions()
-        engine = _loaded(load)()
+        kind = _loaded(load)
+        engine = kind()
         transport, adapters = _choose(_adapters(engine), device)
         before = _listening()
-        with _forced(transport):
+        with _forced(transport), quiet():
             code = engine.initialize(name, "P2PHANDSHAKE", transport, ",".join(adapters))
+        if code != 0:
+            # Once more, so that it says why.
+            engine = kind()
+            with _forced(transport):
+                code = engine.initialize(name, "P2PHANDSHAKE", transport, ",".join(adapters))
         if code != 0:
             what = f"Mooncake did not start on {host} over {transport} (initialize returned {code})"
             raise _disabled(what, "is the host one of this machine, and a port from 15000 to 17000 free?")
