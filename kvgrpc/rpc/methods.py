@@ -14,6 +14,7 @@ PACKAGE = "kvgrpc.v1"
 RANK, CONSUMER, OPERATOR = EVERYBODY = CallerRole.RANK, CallerRole.CONSUMER, CallerRole.OPERATOR
 HEALTH_CHECK, HEALTH_WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 REFLECTION = "/grpc.reflection."
+SESSION = f"/{PACKAGE}.TransferService/Session"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]  # an extension mo
 
 from kvgrpc.errors import FeatureDisabled
 from kvgrpc.rpc.loop import background
-from kvgrpc.rpc.methods import ALLOWED
+from kvgrpc.rpc.methods import ALLOWED, SESSION
 from kvgrpc.rpc.options import Options
+from kvgrpc.rpc.turns import Turns
 
 
 class Server(grpc.aio.Server):
@@ -75,9 +76,18 @@ def _acceptor(interceptors: tuple[grpc.aio.ServerInterceptor, ...], options: Opt
         """The library's own, which leaves calls of unregistered methods to us."""
 
         def _make_request_call_future(self, method: bytes | None) -> Any:
-            if method is not None:
+            loop = asyncio.get_running_loop()
+            if method is None:
+                return loop.create_task(self._answer_unregistered(), name="kvgrpc-unregistered")
+            if method == SESSION.encode():
                 return super()._make_request_call_future(method)
-            return asyncio.get_running_loop().create_task(self._answer_unregistered(), name="kvgrpc-unregistered")
+            return loop.create_task(self._accept(method), name="kvgrpc-accept")
+
+        async def _accept(self, method: bytes) -> Any:
+            """The next call of a method, once there is room for it among those that wait for their turns."""
+            call = await self._request_registered_call(method)
+            await Turns.of_this_loop().room()
+            return call
 
         async def _answer_unregistered(self) -> None:
             """Ends by the exception that the library waits for when the server stops."""

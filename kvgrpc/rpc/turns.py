@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
+import types
 from collections import deque
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Coroutine, Generator, Iterator
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+from kvgrpc.rpc.callers import origin
 from kvgrpc.rpc.shares import Account, accounts_of_this_call
 
 # A request of more bytes is parsed in a turn, one of fewer at once: parsing 16 KiB takes 0.1 ms.
 LARGE_BYTES = 16 * 1024
 # How long a piece that can be divided may take.
 PIECE_SECONDS = 0.002
+# Calls that wait for their turns; the library keeps the others, whose headers alone were read, in a few KB each.
+MOST_WAITING = 4_096
+# For so long after a hand-off went on the next one is waited for.
+HURRY_SECONDS = 1.0
+# How many times as long as a step waited for its processor calls rest then.
+_RESTS = 3
+# A process that was stopped for a while owes nobody thrice that.
+LONGEST_REST_SECONDS = 0.15
+_NEVER = 0.0, 0.0
+
+T = TypeVar("T")
 
 
 class Turns:
@@ -23,13 +36,26 @@ class Turns:
     Between two pieces the loop is everybody else's for as long as the first took, so that long work of all callers
     together has half of the loop's time at most. Callers that wait get one piece after the other, and so do the
     connections of each, however much they ask and however many they are. Belongs to one event loop.
+
+    While hand-offs go on here (``hurry``) every step of a call is such a piece (``in_turns``), and its rest is longer
+    where this thread had to wait for a processor or for the interpreter: a loop that always has a step to do wants a
+    whole core, gets a part of one where others are busy, and is not there when a room goes on. So all calls together
+    have half of the time that passes on a core of their own, and a quarter where others want it too.
     """
 
     def __init__(self) -> None:
         # By caller, then by connection.
         self._waiting: dict[tuple[Account, ...], dict[tuple[Account, ...], deque[asyncio.Future[None]]]] = {}
+        self._count = 0
+        self._outside: list[asyncio.Future[None]] = []
         self._busy = False
-        self._began = 0.0
+        # Of the piece that runs: when it began, when its step ended, by the wall and by this thread's clock.
+        self._began = self._ended = _NEVER
+        # The rest that steps owe, and when that was.
+        self._owed, self._owed_at = 0.0, 0.0
+        self._hurries_until = 0.0
+        # True while a step runs that has a turn: it takes no other.
+        self._in_a_step = False
 
     @classmethod
     def of_this_loop(cls) -> Turns:
@@ -39,23 +65,93 @@ class Turns:
             known = _OF_LOOPS[loop] = cls()
         return known
 
+    def hurry(self) -> None:
+        """A hand-off of this process went on."""
+        self._hurries_until = time.monotonic() + HURRY_SECONDS
+
+    @property
+    def hurries(self) -> bool:
+        return time.monotonic() < self._hurries_until
+
+    async def room(self) -> None:
+        """Returns once fewer calls wait than may: whoever asks takes no more from the library until then."""
+        while self._count >= MOST_WAITING:
+            place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._outside.append(place)
+            await place
+
     async def take(self) -> None:
         """Returns when the caller of the call that runs now may do one piece, until it awaits again."""
+        if self._in_a_step:
+            return
         if self._busy:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            accounts = accounts_of_this_call()
-            self._waiting.setdefault(accounts[:1], {}).setdefault(accounts[-1:], deque()).append(turn)
-            await turn
+            await self._wait(accounts_of_this_call())
         else:
             self._begin()
 
+    @types.coroutine
+    def in_turns(self, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+        """What the coroutine, a call, returns or raises; while hand-offs go on each of its steps waits for its turn.
+
+        What cancels it waits for none: its place is another's then.
+        """
+        raised: BaseException | None = None
+        while True:
+            has_turn = False
+            if self.hurries:
+                if self._busy:
+                    turn = self._wait(accounts_of_this_call() or _unnamed())
+                    try:
+                        yield from turn
+                    except BaseException as error:
+                        raised = error
+                    has_turn = turn.done() and not turn.cancelled()
+                else:
+                    self._begin()
+                    has_turn = True
+            thrown, raised = raised, None
+            self._in_a_step = has_turn
+            try:
+                awaited = coroutine.send(None) if thrown is None else coroutine.throw(thrown)
+            except StopIteration as end:
+                return cast(T, end.value)
+            finally:
+                thrown = None
+                self._in_a_step = False
+                if has_turn:
+                    self._ended = time.monotonic(), time.thread_time()
+            try:
+                yield awaited
+            except GeneratorExit:
+                coroutine.close()
+                raise
+            except BaseException as error:
+                raised = error
+
+    def _wait(self, accounts: tuple[Account, ...]) -> asyncio.Future[None]:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(accounts[:1], {}).setdefault(accounts[-1:], deque()).append(turn)
+        self._count += 1
+        return turn
+
     def _begin(self) -> None:
-        self._busy, self._began = True, time.thread_time()
+        self._busy, self._ended = True, _NEVER
+        self._began = time.monotonic(), time.thread_time()
         # Behind the piece: it runs now, or is what its future wakes first.
         asyncio.get_running_loop().call_soon(self._rest)
 
     def _rest(self) -> None:
-        asyncio.get_running_loop().call_later(time.thread_time() - self._began, self._next)
+        loop = asyncio.get_running_loop()
+        if self._ended is _NEVER or not self.hurries:  # no step of a call: a session's piece has no longer rest
+            loop.call_later(time.thread_time() - self._began[1], self._next)
+            return
+        wall, own = self._ended[0] - self._began[0], self._ended[1] - self._began[1]
+        owed = max(0.0, self._owed - (self._began[0] - self._owed_at)) + own + max(0.0, wall - own) * _RESTS
+        self._owed, self._owed_at = min(owed, LONGEST_REST_SECONDS), self._ended[0]
+        if self._owed < PIECE_SECONDS:  # a timer is for milliseconds
+            self._next()
+        else:
+            loop.call_later(self._owed, self._next)
 
     def _next(self) -> None:
         self._busy = False
@@ -65,6 +161,7 @@ class Turns:
             connection = next(iter(connections))
             queue = connections.pop(connection)
             turn = queue.popleft()
+            self._count -= 1
             if queue:
                 connections[connection] = queue  # behind the others
             if connections:
@@ -72,15 +169,23 @@ class Turns:
             if not turn.done():  # else its call is over
                 turn.set_result(None)
                 self._begin()
+        if self._outside and self._count < MOST_WAITING:
+            outside, self._outside = self._outside, []
+            for place in outside:
+                if not place.done():
+                    place.set_result(None)
+
+
+def _unnamed() -> tuple[Account, ...]:
+    """Of a call before anybody was asked who makes it: its host and its connection."""
+    host, connection = origin()
+    return (("", host), ("", host, connection))
 
 
 async def next_turn() -> None:
     """Ends the piece that runs, and returns in the next turn of whoever makes this call."""
     await asyncio.sleep(0)
     await Turns.of_this_loop().take()
-
-
-T = TypeVar("T")
 
 
 async def in_pieces(items: Iterator[T]) -> list[T]:

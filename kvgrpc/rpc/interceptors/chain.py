@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -21,7 +21,7 @@ from kvgrpc.rpc.interceptors.call import Behaviour, Context, Layer, Method
 from kvgrpc.rpc.interceptors.deadline import deadline
 from kvgrpc.rpc.interceptors.errors import errors
 from kvgrpc.rpc.interceptors.telemetry import telemetry
-from kvgrpc.rpc.methods import largest_request
+from kvgrpc.rpc.methods import SESSION, largest_request
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.turns import LARGE_BYTES, Turns, next_turn
 
@@ -92,7 +92,11 @@ class _Interceptor(grpc.aio.ServerInterceptor):
             PEER.set(context.peer())
             return await behaviour(request, context)
 
-        return call
+        async def call_in_turns(request: Any, context: Context) -> Any:
+            PEER.set(context.peer())
+            return await Turns.of_this_loop().in_turns(cast(Coroutine[Any, Any, Any], behaviour(request, context)))
+
+        return call if method.path == SESSION else call_in_turns
 
 
 _ARITIES: dict[tuple[bool, bool], Callable[[Any], tuple[Any, Callable[..., Any]]]] = {

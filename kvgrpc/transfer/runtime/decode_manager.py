@@ -281,6 +281,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 wire.check_frame(message, self.config.max_frame_bytes)
                 FRAMES_RECEIVED.inc()
                 ROOMS_RECEIVED.inc(len(message.rooms))
+                self._hurry()
                 await self._in_turns(wire.parse_response(message), lambda some: core.on_frame(stream, some))
             elif message.HasField("welcome"):
                 self._welcome(session, stream, message.welcome)

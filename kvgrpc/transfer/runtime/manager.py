@@ -23,7 +23,7 @@ from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankRef, Ro
 from kvgrpc.observability import metrics
 from kvgrpc.observability.hand_offs import HandOff, HandOffs
 from kvgrpc.observability.tracing import spans_of
-from kvgrpc.rpc.turns import next_turn
+from kvgrpc.rpc.turns import Turns, next_turn
 from kvgrpc.rpc.waking import Waker
 from kvgrpc.transfer.aux_rows import AuxBuffer, AuxRows
 from kvgrpc.transfer.layout.topology import Shape
@@ -161,6 +161,8 @@ class TransferManager(RoomTables[Record]):
         self._most_commands = config.commands
         self._commands: deque[tuple[Any, ...]] = deque()
         self._waking = False
+        # Called where a hand-off goes on, so that what strangers ask waits a little.
+        self._hurry: Callable[[], None] = lambda: None
         self._ticker: asyncio.Task[None] | None = None
         self._conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         # What the handles of rooms call; None, which costs a room nothing, until an engine asked for ``fileno``.
@@ -246,6 +248,7 @@ class TransferManager(RoomTables[Record]):
     # Life, on the loop thread.
 
     def start(self) -> None:
+        self._hurry = Turns.of_this_loop().hurry
         self._ticker = self._start(self._tick_for_ever(), "transfer-ticks")
 
     async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
@@ -332,10 +335,12 @@ class TransferManager(RoomTables[Record]):
         where they take long: those that fail rooms cost many times the ordinary ones.
         """
         rest, applied, end = iter(entries), 0, time.monotonic() + _TURN_SECONDS
-        while some := list(itertools.islice(rest, _ENTRIES_AT_ONCE)):
+        some = list(itertools.islice(rest, _ENTRIES_AT_ONCE))
+        while some:
             apply(some)
             applied += len(some)
-            if applied >= ENTRIES_IN_A_TURN or time.monotonic() > end:
+            some = list(itertools.islice(rest, _ENTRIES_AT_ONCE))
+            if some and (applied >= ENTRIES_IN_A_TURN or time.monotonic() > end):
                 self._pump()
                 await next_turn()
                 applied, end = 0, time.monotonic() + _TURN_SECONDS
@@ -397,6 +402,7 @@ class TransferManager(RoomTables[Record]):
                 handle = handle.sender
             hand_off = self._hand_off(room, handle, now)
             if room.failure is None:
+                self._hurry()
                 self._hand_offs.succeeded(hand_off)
             else:
                 self._hand_offs.failed(hand_off)

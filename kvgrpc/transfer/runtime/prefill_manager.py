@@ -476,7 +476,10 @@ class PrefillManager(TransferManager[PrefillRoom]):
 
     def _pump(self) -> None:
         work = self.core.take_work()
-        written = self._worker.write_now(work.submissions) if work.submissions else []
+        written: Outcomes | None = []
+        if work.submissions:
+            self._hurry()
+            written = self._worker.write_now(work.submissions)
         if written is None:
             self._worker.submit(work.submissions)
         elif written:

@@ -17,9 +17,11 @@ import pytest
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import InvalidRequest, TooManyRequests
 from kvgrpc.rpc.interceptors import CallLimits
+from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.rpc.status import error_from
+from kvgrpc.rpc.turns import Turns
 from kvgrpc.server import RegistryServer
 from kvgrpc.server.port import servicer
 from kvgrpc.v1 import common_pb2
@@ -94,6 +96,35 @@ class TestTopology:
                 rooms += 1
         assert {len(call.result().parts) for call in calls} == {4_096}
         assert rooms > 4 and turns.longest < LONGEST_TURN_SECONDS
+
+
+def test_while_rooms_go_on_calls_wait_for_their_turns_and_rooms_for_no_call(
+    prefill: RankHost, decode: RankHost
+) -> None:
+    hand_over(prefill, decode)
+    loop = LoopThread.shared()
+
+    async def begin_a_long_rest() -> Turns:
+        turns = Turns.of_this_loop()
+        assert turns._hurries_until > 0, "the hand-off told nobody that it went on"
+        turns._busy, turns._hurries_until = True, float("inf")
+        return turns
+
+    async def end(turns: Turns) -> None:
+        turns._hurries_until = 0.0
+        turns._next()
+
+    turns = loop.run(begin_a_long_rest(), 20)
+    try:
+        with grpc.insecure_channel(prefill.rank.address) as channel:
+            call = TransferServiceStub(channel).ListRooms.future(pb.ListRoomsRequest(), timeout=60)
+            wait_until(lambda: turns._count == 1)
+            hand_over(prefill, decode)
+            assert not call.done()
+            loop.run(end(turns), 20)
+            call.result()
+    finally:
+        loop.run(end(turns), 20)
 
 
 def test_large_requests_of_one_caller_wait_outside_until_there_is_room_for_them(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 import pytest
 
+import kvgrpc.rpc.turns
 from kvgrpc.rpc.callers import CALLER, PEER, Caller
 from kvgrpc.rpc.interceptors.chain import _decoded
-from kvgrpc.rpc.turns import LARGE_BYTES, PIECE_SECONDS, Turns, in_pieces
+from kvgrpc.rpc.turns import LARGE_BYTES, LONGEST_REST_SECONDS, PIECE_SECONDS, Turns, in_pieces
 
 
 def compute(seconds: float) -> None:
@@ -94,6 +96,144 @@ async def test_items_come_whole_and_in_order_however_long_they_take() -> None:
 
     with pytest.raises(ValueError, match="as it is"):
         await in_pieces(fails())
+
+
+class Steps:
+    """Calls of which each step computes for a while; ``of_turns``: who had steps in each turn of the loop."""
+
+    def __init__(self) -> None:
+        self.turns = Turns.of_this_loop()
+        self.of_turns: list[list[str]] = [[]]
+        self._counting = asyncio.create_task(self._count())
+
+    async def _count(self) -> None:
+        while True:
+            self.of_turns.append([])
+            await asyncio.sleep(0)
+
+    async def call(self, name: str, steps: int, seconds: float = 0.0005) -> str:
+        async def steps_of_it() -> str:
+            CALLER.set(Caller(name))
+            for _ in range(steps):
+                self.of_turns[-1].append(name)
+                compute(seconds)
+                await asyncio.sleep(0)
+            return name
+
+        PEER.set(f"ipv4:10.0.0.{len(name)}:1")
+        return await self.turns.in_turns(steps_of_it())
+
+    async def ended(self, *calls: Coroutine[Any, Any, str]) -> list[str]:
+        found = await asyncio.wait_for(asyncio.gather(*calls), 60)
+        self._counting.cancel()
+        return found
+
+
+@pytest.mark.parametrize("hurries", [False, True])
+async def test_while_hand_offs_go_on_a_turn_of_the_loop_has_one_step_of_all_calls(hurries: bool) -> None:
+    steps = Steps()
+    if hurries:
+        steps.turns._hurries_until = float("inf")
+    assert await steps.ended(*(steps.call("greedy", 2) for _ in range(20))) == ["greedy"] * 20
+    assert sum(map(len, steps.of_turns)) == 40
+    assert (max(map(len, steps.of_turns)) == 1) is hurries
+    assert not steps.turns._waiting
+
+
+async def test_while_hand_offs_go_on_steps_rest_as_long_as_they_took_and_thrice_as_long_as_they_waited() -> None:
+    steps, took, owed = Steps(), 0.0, 0.0
+    steps.turns._hurries_until = float("inf")
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+
+    async def timed(waits: float) -> str:
+        async def work() -> str:
+            nonlocal took, owed
+            for _ in range(20):
+                before, own_before = loop.time(), time.thread_time()
+                compute(0.001)
+                time.sleep(waits)  # noqa: ASYNC251  # as for a processor, or for the interpreter
+                wall, own = loop.time() - before, time.thread_time() - own_before
+                took += wall
+                owed += min(own + 3 * (wall - own), LONGEST_REST_SECONDS)
+                await asyncio.sleep(0)
+            return ""
+
+        return await steps.turns.in_turns(work())
+
+    await steps.ended(timed(0.0), timed(0.002))
+    assert loop.time() - began > took + owed - LONGEST_REST_SECONDS  # the last rest is nobody's
+
+
+async def test_while_hand_offs_go_on_a_caller_waits_for_no_second_step_of_another() -> None:
+    steps = Steps()
+    steps.turns._hurries_until = float("inf")
+    await steps.ended(*(steps.call("greedy", 3) for _ in range(20)), steps.call("good", 5))
+    order = [name for names in steps.of_turns for name in names]
+    # Beside those of a host that were not asked yet who they are, and those of the greedy caller that were.
+    assert max(at for at, name in enumerate(order) if name == "good") < 20 < len(order)
+
+
+async def test_no_more_calls_are_taken_than_may_wait_for_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvgrpc.rpc.turns, "MOST_WAITING", 5)
+    steps, taken = Steps(), list[asyncio.Future[str]]()
+    steps.turns._hurries_until = float("inf")
+    await steps.turns.room()  # there is
+
+    async def take_more() -> str:
+        while len(taken) < 20:
+            await steps.turns.room()
+            assert steps.turns._count < 5
+            taken.append(asyncio.ensure_future(steps.call("greedy", 1)))
+            await asyncio.sleep(0)
+        return ""
+
+    await steps.ended(take_more())
+    assert await asyncio.wait_for(asyncio.gather(*taken), 60) == ["greedy"] * 20
+
+
+async def test_a_call_that_is_cancelled_while_it_waits_for_its_turn_hears_of_it() -> None:
+    turns, heard = Turns.of_this_loop(), list[str]()
+    turns._hurries_until = float("inf")
+
+    async def call() -> None:
+        try:
+            await asyncio.sleep(0)
+            await asyncio.get_running_loop().create_future()
+        finally:
+            heard.append("ends")
+
+    async def made() -> None:
+        await turns.in_turns(call())
+
+    task = asyncio.create_task(made())
+    await asyncio.sleep(0)
+    turns._busy = True  # somebody's piece, that rests long
+    await asyncio.sleep(0.01)  # a while in which it must not go on
+    assert not heard
+    task.cancel()
+    assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
+    assert heard == ["ends"]
+
+
+@pytest.mark.parametrize("hurries", [False, True])
+async def test_a_call_in_turns_gets_what_it_awaits_and_gives_what_it_raises(hurries: bool) -> None:
+    turns = Turns.of_this_loop()
+    if hurries:
+        turns._hurries_until = float("inf")
+
+    async def fails() -> None:
+        await asyncio.sleep(0.001)  # a slow part
+        raise KeyError("within")
+
+    async def call() -> str:
+        with pytest.raises(KeyError):
+            await asyncio.gather(fails())
+        await turns.take()  # it has its turn
+        raise ValueError(await asyncio.sleep(0.001, "awaited"))  # a slow part
+
+    with pytest.raises(ValueError, match="awaited"):
+        await asyncio.wait_for(turns.in_turns(call()), 20)
 
 
 @pytest.mark.parametrize(("size", "between"), [(LARGE_BYTES, []), (LARGE_BYTES + 1, ["others"])])
