@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import IO, Any
+
+from tests.support import pull_rank
+from tests.support.quick_start import Program
 
 
 class Process:
@@ -24,23 +23,13 @@ class Process:
         namespace: str = "",
         log: IO[bytes] | None = None,
     ) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.pull_rank", engine, registry, plane, *ports, namespace],
-            cwd=Path(__file__).parents[2],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**os.environ, "PYTHONPATH": "."},
-        )
+        self.process = Program(pull_rank.main, engine, registry, plane, *ports, namespace, log=log)
 
     def tell(self, do: str, **order: object) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **order}) + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the rank ended"
         answer: dict[str, Any] = json.loads(line)
@@ -58,6 +47,5 @@ class Process:
         self.process.kill()
         self.process.wait(20.0)
         for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from tests.support import agreement_rank
 from tests.support.agreement_rank import AGREEMENT_SECONDS, RANKS
+from tests.support.quick_start import Program
 from tests.support.waiting import wait_until
 
 
@@ -28,15 +27,8 @@ class RankProcess:
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "tests.support.agreement_rank", str(self.tp), str(self._folder)]
-        self.process = subprocess.Popen(
-            [*command, self.address or "127.0.0.1:0", self._leader, self._shape],
-            cwd=Path(__file__).parents[2],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": "."},
-        )
+        words = str(self.tp), str(self._folder), self.address or "127.0.0.1:0", self._leader, self._shape
+        self.process = Program(agreement_rank.main, *words)
         self.began = time.monotonic()
 
     def started(self) -> str:
@@ -44,12 +36,10 @@ class RankProcess:
         return self.address
 
     def tell(self, do: str, **order: object) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **order}) + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"rank {self.tp} ended"
         answer: dict[str, Any] = json.loads(line)
@@ -66,10 +56,9 @@ class RankProcess:
         self.process.kill()
         self.process.wait(20.0)
         for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                # What was told and never read is lost with the process.
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+            # What was told and never read is lost with the process.
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
 
 
 class Replica:
