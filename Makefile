@@ -173,6 +173,11 @@ bench-engines:  ## The same engines and requests over kvgrpc and over their own 
 	  $(PYTEST) .venv-$$engine/bin/python -m benchmarks.engines $(if $(ONLY),--only $(ONLY)) $(ARGS); \
 	done
 
+.PHONY: bench-sglang
+bench-sglang:  ## The rows of hand-offs beside SGLang's own classes, without an engine (ONLY=handoff.pairs for some).
+	@.ci/setup sglang
+	@.venv-sglang/bin/python -m benchmarks --against sglang $(if $(ONLY),--only $(ONLY)) $(ARGS)
+
 gen:  ## Generated code of all languages, and docs/errors.md, from protos/.
 	@.ci/setup gen
 	@.ci/setup main

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from benchmarks.rows import (
     cache,
     control,
     dataplane,
+    engine_calls,
     events,
     handoff,
     head_slices,
@@ -25,11 +27,13 @@ from benchmarks.rows import (
     index,
     limits,
     liveness,
+    many_pairs,
     native_index,
     prefetch,
     pull,
     pull_ttft,
     registry,
+    room_sizes,
     storage,
 )
 
@@ -44,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 when every benchmark ran and every byte was right; missed targets are shown, they are no error."""
     options = _parse(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=LOG_WIDTH)
-    chosen = [one for one in all_benchmarks(QUICK if options.quick else FULL) if one.matches(options.only)]
+    plan = dataclasses.replace(QUICK if options.quick else FULL, against=options.against)
+    chosen = [one for one in all_benchmarks(plan) if one.matches(options.only)]
     if not chosen:
         console.print(f"no benchmark begins with {', '.join(options.only)}", style="red")
         return 2
@@ -67,9 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def all_benchmarks(plan: Plan) -> list[Benchmark]:
-    families = (
-        control,
-        handoff,
+    against_any = (control, handoff, room_sizes, many_pairs, engine_calls)
+    every = (
+        *against_any,
         head_slices,
         limits,
         dataplane,
@@ -85,6 +90,7 @@ def all_benchmarks(plan: Plan) -> list[Benchmark]:
         index,
         native_index,
     )
+    families = every if plan.against == "seed" else against_any
     return [benchmark for family in families for benchmark in family.benchmarks(plan)]
 
 
@@ -109,6 +115,12 @@ def _wanted(name: str, prefixes: Sequence[str]) -> bool:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks", description="Every row beside its baseline, in one run.")
     parser.add_argument("--only", type=_prefixes, default=[], metavar="PREFIX,…", help="rows that begin with these")
+    parser.add_argument(
+        "--against",
+        choices=("seed", "sglang"),
+        default="seed",
+        help="what hand-offs are compared with: the seeds' protocol, or SGLang's own classes where they are installed",
+    )
     parser.add_argument("--rounds", type=_at_least_one, default=ROUNDS, help=f"turns of each side (default {ROUNDS})")
     parser.add_argument("--json", type=Path, default=RESULTS, metavar="PATH", help="where the results go")
     parser.add_argument("--markdown", action="store_true", help="print the table for docs/performance.md too")

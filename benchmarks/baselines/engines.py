@@ -63,6 +63,11 @@ class MooncakeEngine:
         self._engine = mooncake_engine(host)
         self.session_id = f"{host}:{self._engine.get_rpc_port()}"
 
+    @property
+    def raw(self) -> Any:
+        """Mooncake's own object, for whoever writes batches."""
+        return self._engine
+
     def allocate(self, nbytes: int) -> int:
         return allocate(nbytes, self._maps)
 

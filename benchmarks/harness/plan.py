@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 KIB, MIB = 2**10, 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sizes of every row. The defaults are those of docs/performance.md; ``quick`` only shows that everything runs."""
+    """Sizes of every row. The defaults are those of docs/performance.md; ``quick`` only shows that everything runs.
 
+    ``against``: what hand-offs are compared with, the seeds' protocol or SGLang's own classes.
+    """
+
+    against: Literal["seed", "sglang"] = "seed"
     rooms_in_flight: int = 20_000
     sequential_rooms: int = 200
     control_rooms: int = 1_000
@@ -19,6 +24,11 @@ class Plan:
     contacts: int = 3
     regions: int = 64
     page_bytes: int = 32 * KIB
+    pairs: tuple[int, ...] = (8, 32)
+    pair_rooms: int = 2_000
+    few_rooms: tuple[int, ...] = (10, 100, 1_000, 10_000)
+    room_pages: tuple[int, ...] = (1, 100, 10_000, 100_000)
+    idle_seconds: float = 2.0
     concurrent_rooms: int = 64
     concurrent_pages: int = 32
     concurrent_regions: int = 16
@@ -50,6 +60,11 @@ QUICK = Plan(
     timed_inits=64,
     contacts=1,
     regions=4,
+    pairs=(2,),
+    pair_rooms=20,
+    few_rooms=(2,),
+    room_pages=(1, 3),
+    idle_seconds=0.2,
     concurrent_rooms=4,
     concurrent_pages=4,
     concurrent_regions=2,

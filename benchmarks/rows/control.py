@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ from benchmarks.harness.plan import Plan
 from benchmarks.harness.rounds import Benchmark, Figures
 from benchmarks.harness.table import Metric, Target
 from benchmarks.rows import rooms
-from benchmarks.rows.pair import Pair, other
+from benchmarks.rows.pair import Pair, named, other
 from benchmarks.sides.base import Setting
 from benchmarks.sides.memory import Shape
 
@@ -26,37 +27,38 @@ APART = 5e-3
 
 
 def benchmarks(plan: Plan) -> list[Benchmark]:
+    managers, send = named(plan, "seed managers"), named(plan, "seed ZMQ send")
     many = many_rooms(plan)
     few = Setting("kvgrpc", "null", Shape(plan.regions, 64, plan.page_bytes, aux_items=64))
     return [
         Benchmark(
             metrics=(
-                Metric(THROUGHPUT, "rooms/s", "higher", "seed managers", Target(ratio=2.2)),
-                Metric(f"{THROUGHPUT}.cpu", "us/room", "lower", "seed managers"),
+                Metric(THROUGHPUT, "rooms/s", "higher", managers, Target(ratio=2.2)),
+                Metric(f"{THROUGHPUT}.cpu", "us/room", "lower", managers),
             ),
             ours=lambda: Throughput(many, plan),
-            baseline=lambda: Throughput(other(many), plan),
+            baseline=lambda: Throughput(other(many, plan), plan),
         ),
         Benchmark(
             metrics=(
-                Metric(INIT_COST, "us", "lower", "seed ZMQ send", Target(ratio=1)),
-                Metric(f"{INIT_COST}.p99", "us", "lower", "seed ZMQ send", Target(value=50)),
+                Metric(INIT_COST, "us", "lower", send, Target(ratio=1)),
+                Metric(f"{INIT_COST}.p99", "us", "lower", send, Target(value=50)),
             ),
             ours=lambda: InitCost(many, plan.timed_inits, INIT_COST, BURST),
-            baseline=lambda: InitCost(other(many), plan.timed_inits, INIT_COST, BURST),
+            baseline=lambda: InitCost(other(many, plan), plan.timed_inits, INIT_COST, BURST),
         ),
         Benchmark(
             metrics=(
-                Metric(INIT_AFTER_PAUSE, "us", "lower", "seed ZMQ send"),
-                Metric(f"{INIT_AFTER_PAUSE}.p99", "us", "lower", "seed ZMQ send"),
+                Metric(INIT_AFTER_PAUSE, "us", "lower", send),
+                Metric(f"{INIT_AFTER_PAUSE}.p99", "us", "lower", send),
             ),
             ours=lambda: InitCost(few, plan.busy_rooms, INIT_AFTER_PAUSE, 1, APART),
-            baseline=lambda: InitCost(other(few), plan.busy_rooms, INIT_AFTER_PAUSE, 1, APART),
+            baseline=lambda: InitCost(other(few, plan), plan.busy_rooms, INIT_AFTER_PAUSE, 1, APART),
         ),
         Benchmark(
-            metrics=(Metric(ROOM_MEMORY, "B/room", "lower", "seed managers"),),
+            metrics=(Metric(ROOM_MEMORY, "B/room", "lower", managers),),
             ours=lambda: RoomMemory(many, plan),
-            baseline=lambda: RoomMemory(other(many), plan),
+            baseline=lambda: RoomMemory(other(many, plan), plan),
             warm_ups=0,
         ),
     ]
@@ -121,5 +123,5 @@ class RoomMemory:
     def close(self) -> None: ...
 
 
-def percentile(samples: list[float], percent: float) -> float:
+def percentile(samples: Sequence[float], percent: float) -> float:
     return float(np.percentile(samples, percent))

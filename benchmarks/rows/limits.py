@@ -74,7 +74,12 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
             lambda: Latency(moving, rooms, PAGE, PAGE_PAUSE, tail=False),
             missing,
         ),
-        row(CONTACT, lambda: BareContact(plan), lambda: FirstContact(moving, plan.contacts, CONTACT), missing),
+        row(
+            CONTACT,
+            lambda: BareContact(plan),
+            lambda: FirstContact(moving, plan.contacts, CONTACT, ready=False),
+            missing,
+        ),
     ]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
+from benchmarks.harness.plan import Plan
 from benchmarks.harness.worker import Desk, Worker
 from benchmarks.rows import rooms
 from benchmarks.rows.rooms import Between, Orders
@@ -47,9 +48,16 @@ class Pair:
         self.prefill.call(rooms.stop)
         self.open()
 
-    def orders(self, number: int, pages_per_room: int, pause: float, between: Between = Between.NAP) -> Orders:
+    def orders(
+        self,
+        number: int,
+        pages_per_room: int,
+        pause: float,
+        between: Between = Between.NAP,
+        adjacent: bool = False,
+    ) -> Orders:
         shape = self._setting.shape
-        return Orders(self._next_room, number, pages_per_room, shape.pages, shape.aux_items, pause, between)
+        return Orders(self._next_room, number, pages_per_room, shape.pages, shape.aux_items, pause, between, adjacent)
 
     def hand_off(
         self,
@@ -109,6 +117,11 @@ class Pair:
         return self.prefill.call(rooms.cpu_used) + self.decode.call(rooms.cpu_used)
 
 
-def other(setting: Setting) -> Setting:
-    """The same place with the seeds' protocol."""
-    return dataclasses.replace(setting, protocol="seed")
+def other(setting: Setting, plan: Plan) -> Setting:
+    """The same place with what the plan compares with."""
+    return dataclasses.replace(setting, protocol=plan.against)
+
+
+def named(plan: Plan, seed: str) -> str:
+    """What the baseline is, in words; ``seed``: where it is the seeds' protocol."""
+    return seed if plan.against == "seed" else "SGLang's classes"

@@ -34,8 +34,15 @@ from benchmarks.sides.opening import open_decode, open_prefill
 
 TURN_TIMEOUT = 120.0
 PR_SET_TIMERSLACK = 29
-_MODULES = {"kvgrpc": "benchmarks.sides.ours", "seed": "benchmarks.sides.seed", "bare": "benchmarks.sides.bare"}
+MODULES = {
+    "kvgrpc": "benchmarks.sides.ours",
+    "seed": "benchmarks.sides.seed",
+    "sglang": "benchmarks.sides.sglang",
+    "bare": "benchmarks.sides.bare",
+}
 SIDE, SENDERS, RECEIVERS, GENERATION = "side", "senders", "receivers", "generation"
+# So that what the one before woke sleeps again.
+BETWEEN_RECEIVERS = 2e-3
 
 
 class Between(enum.Enum):
@@ -52,7 +59,9 @@ class Between(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """The rooms of one turn: numbers from ``first_room`` on, scattered pages, ``pause`` seconds between two looks."""
+    """The rooms of one turn: numbers from ``first_room`` on, scattered pages (or ``adjacent`` ones), ``pause`` seconds
+    between two looks.
+    """
 
     first_room: int
     rooms: int
@@ -61,6 +70,7 @@ class Orders:
     aux_items: int
     pause: float
     between: Between = Between.NAP
+    adjacent: bool = False
 
     @property
     def numbers(self) -> range:
@@ -78,13 +88,14 @@ class Orders:
         return number % self.aux_items
 
     def _scattered(self, seed: int) -> Numbers:
-        order = np.random.default_rng(seed).permutation(self.pool_pages)
+        every = np.arange(self.pool_pages)
+        order = every if self.adjacent else np.random.default_rng(seed).permutation(every)
         return np.resize(order, (self.rooms, self.pages_per_room)).astype(np.int64)
 
 
 def load(desk: Desk, setting: Setting) -> None:
     """Imports what ``start`` needs; both processes can do so at once."""
-    importlib.import_module(_MODULES[setting.protocol])
+    importlib.import_module(MODULES[setting.protocol])
 
 
 def start_prefill(desk: Desk, setting: Setting) -> str:
@@ -122,10 +133,12 @@ def prepare_decode(desk: Desk, orders: Orders, generation: int | None) -> None:
         side.memory.poison(orders.destination())
 
 
-def make_receivers(desk: Desk, orders: Orders) -> None:
-    """Returns once each could be given its pages, and nothing that making it began goes on."""
+def make_receivers(desk: Desk, orders: Orders, bootstrap: str | None = None) -> None:
+    """Returns once each could be given its pages, and nothing that making it began goes on. ``bootstrap``: of another
+    prefill than the side was opened with.
+    """
     side: DecodeSide = desk.items[SIDE]
-    receivers = [side.receiver(room) for room in orders.numbers]
+    receivers = [side.receiver(room, bootstrap) for room in orders.numbers]
     for receiver in receivers:
         _wait(receiver, Poll.WAITING_FOR_INPUT, orders)
     clock = _Clock(orders)
@@ -191,18 +204,78 @@ def receive_one_by_one(desk: Desk, orders: Orders) -> list[float]:
     return took
 
 
-def receive_first(desk: Desk, orders: Orders) -> float:
-    """Seconds from the making of the first receiver of this process to its Success."""
+def receive_some_at_once(desk: Desk, orders: Orders, at_once: int) -> float:
+    """Keeps so many rooms in flight until all were there; seconds from the first ``init`` to the last Success."""
+    side: DecodeSide = desk.items[SIDE]
+    pages = _pages(orders, side)
+    waiting = deque(enumerate(desk.items.pop(RECEIVERS)))
+    running: deque[Receiver] = deque()
+    clock = _Clock(orders)
+    begin = time.perf_counter()
+    while waiting or running:
+        news = False
+        while running and _reached(running[0], Poll.SUCCESS):
+            running.popleft().close()
+            news = True
+        while waiting and len(running) < at_once:
+            number, receiver = waiting.popleft()
+            receiver.init(pages[number], orders.aux_index(number))
+            running.append(receiver)
+        clock.tick(news)
+    return time.perf_counter() - begin
+
+
+def time_polls(desk: Desk, orders: Orders) -> list[float]:
+    """Seconds of each ``poll`` of one open room after the other."""
+    side: DecodeSide = desk.items[SIDE]
+    pages = _pages(orders, side)
+    took = []
+    for number, receiver in enumerate(desk.items.pop(RECEIVERS)):
+        receiver.init(pages[number], orders.aux_index(number))
+        clock, poll, state = _Clock(orders), receiver.poll, 0
+        while state != Poll.SUCCESS:
+            clock.tick(False)
+            begin = time.perf_counter()
+            state = poll()
+            took.append(time.perf_counter() - begin)
+            if state == Poll.FAILED:
+                raise RuntimeError(f"a room failed: {getattr(receiver, 'failure', None)}")
+        receiver.close()
+    return took
+
+
+def time_making(desk: Desk, orders: Orders, bootstrap: str | None = None) -> list[float]:
+    """Seconds from the making of a receiver, each some time after the one before, until its pages may be given."""
+    side: DecodeSide = desk.items[SIDE]
+    took, receivers = [], []
+    for room in orders.numbers:
+        time.sleep(BETWEEN_RECEIVERS)
+        begin = time.perf_counter()
+        receiver = side.receiver(room, bootstrap)
+        _wait(receiver, Poll.WAITING_FOR_INPUT, orders)
+        took.append(time.perf_counter() - begin)
+        receivers.append(receiver)
+    pages = _pages(orders, side)
+    for number, receiver in enumerate(receivers):
+        receiver.init(pages[number], orders.aux_index(number))
+        _wait(receiver, Poll.SUCCESS, orders)
+        receiver.close()
+    return took
+
+
+def receive_first(desk: Desk, orders: Orders) -> tuple[float, float]:
+    """Seconds from the making of this process's first receiver until its pages may be given, and to its Success."""
     side: DecodeSide = desk.items[SIDE]
     pages = _pages(orders, side)
     begin = time.perf_counter()
     receiver = side.receiver(orders.first_room)
     _wait(receiver, Poll.WAITING_FOR_INPUT, orders)
+    ready = time.perf_counter() - begin
     receiver.init(pages[0], orders.aux_index(0))
     _wait(receiver, Poll.SUCCESS, orders)
     took = time.perf_counter() - begin
     receiver.close()
-    return took
+    return ready, took
 
 
 def time_inits(desk: Desk, orders: Orders, burst: int, apart: float) -> list[float]:

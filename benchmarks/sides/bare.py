@@ -155,7 +155,7 @@ class BareDecode(_End):
         super().__init__(setting)
         self.stream.connect(int(bootstrap))
 
-    def receiver(self, room: int) -> BareReceiver:
+    def receiver(self, room: int, bootstrap: str | None = None) -> BareReceiver:
         return BareReceiver(self, room, Poll.WAITING_FOR_INPUT)
 
     def settled(self, receivers: Sequence[BareReceiver]) -> bool:

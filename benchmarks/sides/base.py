@@ -14,6 +14,7 @@ from benchmarks.sides.memory import Memory, Shape
 
 Pages = npt.NDArray[Any]
 Plane = Literal["null", "mooncake", "shm"]
+ProtocolName = Literal["kvgrpc", "seed", "sglang", "bare"]
 
 
 class Poll(enum.IntEnum):
@@ -52,7 +53,7 @@ class Receiver(Protocol):
 class Setting:
     """Where a hand-off takes place."""
 
-    protocol: Literal["kvgrpc", "seed", "bare"]
+    protocol: ProtocolName
     plane: Plane
     shape: Shape
 
@@ -75,7 +76,8 @@ class DecodeSide(Protocol):
     memory: Memory
     page_type: type[np.signedinteger[Any]]
 
-    def receiver(self, room: int) -> Receiver: ...
+    def receiver(self, room: int, bootstrap: str | None = None) -> Receiver:
+        """``bootstrap``: of another prefill than the one that the side was opened with."""
 
     def settled(self, receivers: Sequence[Any]) -> bool:
         """Whether all that making these receivers began is over, at prefill too; each could be given its pages."""

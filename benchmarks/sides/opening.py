@@ -10,6 +10,10 @@ def open_prefill(setting: Setting) -> PrefillSide:
         from benchmarks.sides.seed import SeedPrefill
 
         return SeedPrefill(setting)
+    if setting.protocol == "sglang":
+        from benchmarks.sides.sglang import SglangPrefill
+
+        return SglangPrefill(setting)
     if setting.protocol == "bare":
         from benchmarks.sides.bare import BarePrefill
 
@@ -24,6 +28,10 @@ def open_decode(setting: Setting, bootstrap: str) -> DecodeSide:
         from benchmarks.sides.seed import SeedDecode
 
         return SeedDecode(setting, bootstrap)
+    if setting.protocol == "sglang":
+        from benchmarks.sides.sglang import SglangDecode
+
+        return SglangDecode(setting, bootstrap)
     if setting.protocol == "bare":
         from benchmarks.sides.bare import BareDecode
 

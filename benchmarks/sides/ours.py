@@ -55,8 +55,8 @@ class KvgrpcDecode:
         assert isinstance(manager, DecodeManager)
         self._manager = manager
 
-    def receiver(self, room: int) -> KVReceiver:
-        return KVReceiver(self._manager, self._bootstrap, room)
+    def receiver(self, room: int, bootstrap: str | None = None) -> KVReceiver:
+        return KVReceiver(self._manager, bootstrap or self._bootstrap, room)
 
     def settled(self, receivers: Sequence[KVReceiver]) -> bool:
         return all(receiver.prefill_ready for receiver in receivers)

@@ -43,8 +43,8 @@ class SeedDecode:
         engine, self.memory, buffers = _start_engine(setting)
         self._manager = DecodeManager(engine, buffers)
 
-    def receiver(self, room: int) -> Receiver:
-        return Receiver(self._manager, self._bootstrap, room)
+    def receiver(self, room: int, bootstrap: str | None = None) -> Receiver:
+        return Receiver(self._manager, bootstrap or self._bootstrap, room)
 
     def settled(self, receivers: Sequence[Receiver]) -> bool:
         return True  # what its constructor does is over when it returns

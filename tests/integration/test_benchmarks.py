@@ -22,7 +22,7 @@ from benchmarks.baselines.disaggregation import contiguous_groups
 from benchmarks.harness import quiet
 from benchmarks.harness.rounds import Benchmark, Figures, run
 from benchmarks.harness.table import Metric, Row, Target, plots
-from benchmarks.harness.worker import Desk, Worker, WorkerError
+from benchmarks.harness.worker import Desk, Family, Worker, WorkerError
 from benchmarks.rows import liveness
 from benchmarks.sides.memory import Memory, Shape
 from tests.support.waiting import wait_until
@@ -30,7 +30,7 @@ from tests.support.waiting import wait_until
 REPOSITORY = Path(__file__).parents[2]
 FIELDS = {"name", "unit", "value", "baseline", "baseline_value", "ratio", "better", "runs", "spread"}
 # One of each family that needs no Mooncake: both protocols' managers, a raw ceiling, both publishers.
-ROWS = ("control.throughput", "control.throughput.cpu", "dataplane.shm.32KiB", "events.replay.300B", "index.memory")
+ROWS = ("control.throughput", "control.throughput.cpu", "handoff.pairs.2.rooms", "dataplane.shm.32KiB", "events.replay.300B", "index.memory")
 
 
 @pytest.mark.timeout(230)
@@ -133,6 +133,19 @@ def test_an_error_in_a_worker_arrives_with_its_traceback() -> None:
         assert worker.call(_divide, 2) == 0.5
     finally:
         worker.close()
+
+
+def test_forked_workers_are_processes_of_their_own_and_go_with_their_family() -> None:
+    family = Family("forked", "json")
+    try:
+        first, second = family.fork(), family.fork()
+        assert {first.call(_divide, 1), second.call(_divide, 2)} == {1.0, 0.5}
+        with pytest.raises(WorkerError, match="ZeroDivisionError"):
+            first.call(_divide, 0)
+        assert len({first.pid, second.pid, os.getpid()}) == 3
+    finally:
+        family.close()
+    assert not any(map(lives, (first.pid, second.pid)))
 
 
 def test_workers_die_with_their_parent(tmp_path: Path) -> None:
