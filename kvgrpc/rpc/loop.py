@@ -137,6 +137,11 @@ class LoopThread:
         """True if the loop's thread waits for the interpreter, on which another thread is; never on its own thread."""
         return self._selector.work_waits and threading.get_ident() != self._thread.ident
 
+    @property
+    def turns(self) -> int:
+        """A number that moves whenever the loop's thread has the interpreter."""
+        return self._selector.turns
+
     def close(self, timeout: float = 5.0) -> None:
         """Cancels all tasks, stops the loop and ends the thread; for loops that are not shared, in tests."""
         self._check_process()

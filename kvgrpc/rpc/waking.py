@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import os
 import select
 import selectors
@@ -20,8 +21,13 @@ _eventfd_write = getattr(ctypes.PyDLL(None), "eventfd_write", None) if hasattr(o
 if _eventfd_write is not None:
     _eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
-
 _TURNS_BETWEEN_LOOKS = 3
+# How often, at most, a look lends; and how long an engine is watched before it counts as one that keeps the
+# interpreter: longer than it takes to look at some dozens of rooms, shorter than a step of computing.
+EVERY_SECONDS, WATCHED_SECONDS = 200e-6, 100e-6
+# Of evidence that the engine keeps the interpreter: at how much a look lends at once, how much is kept, and after how
+# many loans one is left out to see whether it is so still.
+_BELIEVED, _MOST, _LOANS_BETWEEN_TRIALS = 2, 6, 32
 
 
 class WatchedSelector(selectors.DefaultSelector):
@@ -34,7 +40,9 @@ class WatchedSelector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self._asleep = False
-        self._turns = 0
+        self._turns_without_a_look = 0
+        # Moves whenever the loop's thread has the interpreter: when it goes to look for news, and when it comes back.
+        self.turns = 0
         # Readable while the inner one has events that the loop's thread did not look at. An epoll object may be asked
         # by many threads, and never hands out what another one asked for: events stay until they are dealt with.
         self._outer = select.epoll(1) if hasattr(select, "epoll") else None
@@ -43,14 +51,16 @@ class WatchedSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._asleep = timeout is None or timeout > 0
-        if not self._asleep and self._turns < _TURNS_BETWEEN_LOOKS:
-            self._turns += 1
+        self.turns += 1
+        if not self._asleep and self._turns_without_a_look < _TURNS_BETWEEN_LOOKS:
+            self._turns_without_a_look += 1
             return []
-        self._turns = 0
+        self._turns_without_a_look = 0
         try:
             return super().select(timeout)
         finally:
             self._asleep = False
+            self.turns += 1
 
     @property
     def work_waits(self) -> bool:
@@ -101,3 +111,48 @@ class Waker:
     def _run(self) -> None:
         os.eventfd_read(self._fd)
         self._callback()
+
+
+class Lending:
+    """When a look of an engine's thread at a room should lend the interpreter to the threads that move rooms on.
+
+    A thread that sleeps or calls into C between two looks lets others in by itself, and a loan would
+    only keep it from its news; one that computes in Python keeps them out for 5 ms. So a look lends where the engine
+    was seen to let nobody in from one look to the next, and at once where it mostly does not.
+
+    ``next_at``: no look before that moment is to be told (s, monotonic).
+    """
+
+    __slots__ = ("_evidence", "_first_at", "_loans", "_turns", "_watching", "next_at")
+
+    def __init__(self, is_on: bool) -> None:
+        self._first_at = 0.0 if is_on else math.inf
+        self.next_at = self._first_at
+        self._evidence = self._loans = 0
+        self._watching = False
+        self._turns = -1
+
+    def work_was_given(self) -> None:
+        """By a call of the engine, whose wake keeps the interpreter: the next look counts, however soon it comes."""
+        self.next_at = self._first_at
+
+    def look(self, now: float, work_waits: bool, turns: int) -> bool:
+        """Whether this look lends. ``work_waits``: a thread of ours would run now if it had the interpreter. ``turns``:
+        moves whenever they have it.
+        """
+        kept = work_waits and self._watching and turns == self._turns
+        if kept:
+            self._evidence = min(self._evidence + 1, _MOST)
+        elif self._watching and turns != self._turns:
+            self._evidence = max(self._evidence - 1, 0)
+        lends = kept or (work_waits and self._is_believed())
+        self._watching = work_waits and not lends
+        self._turns = turns
+        self.next_at = now + (WATCHED_SECONDS if self._watching else EVERY_SECONDS)
+        return lends
+
+    def _is_believed(self) -> bool:
+        if self._evidence < _BELIEVED:
+            return False
+        self._loans += 1
+        return self._loans % _LOANS_BETWEEN_TRIALS != 0

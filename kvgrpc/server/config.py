@@ -125,8 +125,9 @@ class RankConfig:
     max_frame_bytes: FrameBytes = MAX_FRAME_BYTES
     """The largest frame of a session."""
     poll_gives_way: bool = True
-    """A poll of an open room lends the interpreter to kvgrpc's threads where they wait for it: 50 us at most, once in
-    200 us, and once after calls that gave them work; with at most 1,024 rooms open (docs/performance.md)."""
+    """A poll of an open room lends the interpreter to kvgrpc's threads where they wait for it and the engine lets none
+    in by itself between two polls: 50 us at most, once in 200 us, and once after calls that gave them work; with at
+    most 1,024 rooms open (docs/performance.md)."""
     switch_interval: Annotated[float, least_above_zero(0.000_01, 1.0, unit="seconds")] = 0.0
     """Seconds after which a thread that computes must hand the interpreter over, for all threads of the process
     (``sys.setswitchinterval``; Python's own is 0.005); 0 leaves it as it is. For engines that compute long between

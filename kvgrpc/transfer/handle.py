@@ -50,9 +50,9 @@ class TransferHandle(ABC):
     def poll(self) -> KVPoll:
         """Where the room is. Terminal states stay.
 
-        While the room is open and a thread of kvgrpc waits for the interpreter, the caller lends it: it sleeps for 50
-        us, once in 200 us of this manager and once after calls that gave it work, however many rooms it looks at
-        (``RankConfig.poll_gives_way``).
+        While the room is open and a thread of kvgrpc waits for the interpreter, which the caller was seen to let nobody
+        have between two looks, the caller lends it: it sleeps for 50 us, once in 200 us of this manager and once after
+        calls that gave it work, however many rooms it looks at (``RankConfig.poll_gives_way``).
         """
         handle = self._handle
         poll = handle.poll

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
 import os
 import time
 import uuid
@@ -24,7 +23,7 @@ from kvgrpc.observability import metrics
 from kvgrpc.observability.hand_offs import HandOff, HandOffs
 from kvgrpc.observability.tracing import spans_of
 from kvgrpc.rpc.turns import Turns, next_turn
-from kvgrpc.rpc.waking import Waker
+from kvgrpc.rpc.waking import Lending, Waker
 from kvgrpc.transfer.aux_rows import AuxBuffer, AuxRows
 from kvgrpc.transfer.layout.topology import Shape
 from kvgrpc.transfer.protocol.failures import RETRY_SECONDS
@@ -50,8 +49,8 @@ logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 4 * 1024 * 1024
 COMMANDS = 262_144
 _COMMANDS_AT_ONCE = 1024
-# For how long, at most, and how often a poll gives way: a quarter of a thread that does nothing but look.
-_GIVE_WAY_SECONDS, _GIVE_WAY_EVERY_SECONDS = 50e-6, 200e-6
+# For how long, at most, a poll gives way: with ``EVERY_SECONDS`` a quarter of a thread that does nothing but look.
+_GIVE_WAY_SECONDS = 50e-6
 # Up to so many open rooms of a manager: more than an engine has whose requests come one after another.
 _FEW_ROOMS = 1024
 ENTRIES_IN_A_TURN = 1024
@@ -112,6 +111,10 @@ class Loop(Protocol):
     def work_waits(self) -> bool:
         """True if its thread would run now if it had the interpreter; any thread may ask."""
 
+    @property
+    def turns(self) -> int:
+        """A number that moves whenever its thread has the interpreter; any thread may ask."""
+
 
 Ended = TypeVar("Ended", bound=AnyRoom, covariant=True)
 
@@ -157,7 +160,7 @@ class TransferManager(RoomTables[Record]):
         self._loop = loop.loop
         self._start = loop.task
         self._waker = Waker(self._loop, self._run)
-        self._next_way = self._first_way = 0.0 if config.poll_gives_way else math.inf
+        self._lending = Lending(config.poll_gives_way)
         self._most_commands = config.commands
         self._commands: deque[tuple[Any, ...]] = deque()
         self._waking = False
@@ -210,7 +213,7 @@ class TransferManager(RoomTables[Record]):
         self._commands.append((action, *arguments))
         if not self._waking:
             self._waking = True
-            self._next_way = self._first_way  # the wake keeps the interpreter: the next look lends it
+            self._lending.work_was_given()
             try:
                 self._waker.wake()
                 if self.closed:  # nobody may hear the waker any more
@@ -223,15 +226,15 @@ class TransferManager(RoomTables[Record]):
         self.post(TransferManager._take_failure, handle, failure)
 
     def give_way(self) -> None:
-        """Lends the interpreter to the threads that move rooms on, if one of them waits for it: for some microseconds,
-        once after calls that gave them work, and else once in a while only, however often an engine looks. For a
-        thread that just looked at an open room. With many rooms at once it lends nothing: turns of the loop that come
-        sooner take fewer rooms each, and those cost more.
+        """Lends the interpreter to the threads that move rooms on, if one of them waits for it and the engine lets none
+        in by itself: for some microseconds, and once in a while only, however often an engine looks. For a thread that
+        just looked at an open room. With many rooms at once it lends nothing: turns of the loop that come sooner take
+        fewer rooms each, and those cost more.
         """
-        now = time.monotonic()
-        if now >= self._next_way:
-            self._next_way = now + _GIVE_WAY_EVERY_SECONDS
-            if self.core.open_rooms <= _FEW_ROOMS and self._work_waits():
+        now, lending = time.monotonic(), self._lending
+        if now >= lending.next_at:
+            waits = self.core.open_rooms <= _FEW_ROOMS and self._work_waits()
+            if lending.look(now, waits, self._progress()):
                 time.sleep(_GIVE_WAY_SECONDS)
 
     def fileno(self) -> int:
@@ -326,6 +329,10 @@ class TransferManager(RoomTables[Record]):
     def _work_waits(self) -> bool:
         """True if a thread of ours would run now if it had the interpreter."""
         return self._loop_thread.work_waits
+
+    def _progress(self) -> int:
+        """Returns a number that moves whenever a thread of ours has the interpreter."""
+        return self._loop_thread.turns
 
     @abstractmethod
     def _tick(self) -> None: ...

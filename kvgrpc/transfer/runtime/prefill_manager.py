@@ -466,6 +466,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
     def _work_waits(self) -> bool:
         return self._worker.busy or super()._work_waits()
 
+    def _progress(self) -> int:
+        return self._worker.turns + super()._progress()
+
     def _watch_worker(self) -> None:
         """Notes if the transfer thread stands in one call, the plane's or a ``wait``: in ticks, so a stop of the
         process does not count.

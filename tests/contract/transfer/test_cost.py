@@ -150,7 +150,10 @@ def _blocks(prefill: RankHost, decode: RankHost) -> int:
 
 
 # What this thread does while it waits.
-_LOOKS = ("ended", "poll", "give_way", "prefill_ready", "_rooms_at_once", "_work_waits", "work_waits", "busy")
+_LOOKS = (
+    *("ended", "poll", "give_way", "look", "_is_believed", "prefill_ready", "_rooms_at_once"),
+    *("_work_waits", "work_waits", "_progress", "turns", "busy"),
+)
 
 
 class _Calls:
