@@ -35,6 +35,8 @@ from kvgrpc.prefetch.storage.base import (
 from kvgrpc.prefetch.threads.queue_threads import QueueThreads
 
 T = TypeVar("T")
+# How long one item may take before another thread joins in, when that is looked at first, and how seldom at last.
+_LONG_SECONDS, _LOOK_SECONDS, _LONGEST_PAUSE_SECONDS = 200e-6, 500e-6, 20e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,10 @@ class Workers:
         batch = _Batch(function, count, str(next(self._numbers)))
         deadline = time.monotonic() + timeout
         if timeout > 0:
-            for _ in range(min(count, self._threads)):
-                self._take_turns(batch)
+            self._take_turns(batch)
+            self._join_in(batch, deadline)
         with self._changed:
-            while batch.ended < count and not self._closed and (left := deadline - time.monotonic()) > 0:
+            while self._goes_on(batch) and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             batch.stopped = True
             for number in batch.running:
@@ -111,6 +113,29 @@ class Workers:
             self._closed = True
             self._changed.notify_all()
         return self._pool.stop(timeout)
+
+    def _join_in(self, batch: _Batch[Any], deadline: float) -> None:
+        """One thread begins, and the others join it one after the other where the items take long, at once or later:
+        threads that hand short ones to each other through the interpreter's lock take longer than one alone.
+        """
+        joined, ended, began, pause = 1, 0, time.monotonic(), _LOOK_SECONDS
+        while joined < min(batch.count, self._threads):
+            with self._changed:
+                if self._goes_on(batch) and (left := deadline - time.monotonic()) > 0:
+                    self._changed.wait(min(pause, left))
+                if not self._goes_on(batch) or batch.begun == batch.count or time.monotonic() >= deadline:
+                    return
+                done, ended = batch.ended - ended, batch.ended
+            now = time.monotonic()
+            if now - began > done * _LONG_SECONDS:
+                self._take_turns(batch)
+                joined, pause = joined + 1, _LOOK_SECONDS
+            else:
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            began = now
+
+    def _goes_on(self, batch: _Batch[Any]) -> bool:
+        return batch.ended < batch.count and not self._closed
 
     def _take_turns(self, batch: _Batch[Any]) -> None:
         with contextlib.suppress(TooManyRequests):  # it was closed: the batch has no result

@@ -154,22 +154,23 @@ class FileBackend(PageByPage):
         if name is None:
             return MISSING
         try:
-            descriptor = self._folder.open(name, self._flags(page))
+            opened = self._folder.open(name, self._flags(page))
         except OSError as error:
             return failed(str(error), retryable=True)
-        if descriptor is None:
+        if opened is None:
             self._usage.remove(name)
             return MISSING
+        descriptor, size = opened
         try:
-            return self._read_open(descriptor, key, name, page)
+            return self._read_open(descriptor, size, key, name, page)
         except OSError as error:
             return failed(str(error), retryable=True)
         finally:
             os.close(descriptor)
 
-    def _read_open(self, descriptor: int, key: str, name: str, page: PageBuffers) -> PageResult:
+    def _read_open(self, descriptor: int, size: int, key: str, name: str, page: PageBuffers) -> PageResult:
         header_bytes, nbytes, pieces = self._form.header_bytes, page_bytes(page), views(page)
-        if os.fstat(descriptor).st_size != header_bytes + nbytes:
+        if size != header_bytes + nbytes:
             return MISSING
         block = [header_block()] if header_bytes else []
         if self._mover.read(descriptor, block + pieces) != header_bytes + nbytes:
@@ -234,11 +235,12 @@ class FileBackend(PageByPage):
         name = self._form.path(key)
         if name is None:
             return None
-        descriptor = self._folder.open(name)
-        if descriptor is None:
+        opened = self._folder.open(name)
+        if opened is None:
             return None
+        descriptor, size = opened
         try:
-            nbytes = os.fstat(descriptor).st_size - self._form.header_bytes
+            nbytes = size - self._form.header_bytes
             if not self._form.header_bytes:
                 return nbytes
             header = Header.decode(os.pread(descriptor, self._form.header_bytes, 0))
@@ -269,11 +271,12 @@ class FileBackend(PageByPage):
     def _key_in(self, name: str) -> str | None:
         """The key of the page in a file; None when the file is gone, cannot be read, or says none."""
         try:
-            descriptor = self._folder.open(name)
+            opened = self._folder.open(name)
         except OSError:
             return None
-        if descriptor is None:
+        if opened is None:
             return None
+        descriptor, _ = opened
         try:
             return self._form.key_of(name, os.pread(descriptor, self._form.header_bytes, 0))
         except OSError:

@@ -67,8 +67,9 @@ class Folder:
             os.makedirs(folder, exist_ok=True)
             return os.open(path, wanted, 0o644), path
 
-    def open(self, name: str, flags: int = 0) -> int | None:
-        """A page's descriptor, to read; None for what is not there, and for what is no plain file: that is no page.
+    def open(self, name: str, flags: int = 0) -> tuple[int, int] | None:
+        """A page's descriptor, to read, and the file's bytes; None for what is not there, and for what is no plain
+        file: that is no page.
 
         Without O_NONBLOCK a FIFO of a page's name would keep its reader until somebody writes into it.
         """
@@ -79,8 +80,9 @@ class Folder:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
                 return None
             raise
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return descriptor
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode):
+            return descriptor, status.st_size
         os.close(descriptor)
         return None
 

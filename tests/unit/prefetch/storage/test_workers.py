@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from kvgrpc.prefetch.storage import paged
 from kvgrpc.prefetch.storage.paged import Unfinished, Workers
 
 LONG = 30.0
@@ -86,6 +88,18 @@ def test_a_thread_that_works_in_time_is_not_taken_for_hung(workers: Workers) -> 
     assert not workers.hung
     gate.set()
     batch.join()
+
+
+def test_items_that_take_no_time_are_one_threads(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that stands. Threads that hand such items to each other take several times as long as one alone."""
+    monkeypatch.setattr(paged, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    found = set(workers.run(lambda number: threading.get_ident(), 2000, LONG))
+    assert len(found) == 1
+
+
+def test_items_that_take_long_are_all_threads(workers: Workers) -> None:
+    both = threading.Barrier(2)
+    assert len(set(workers.run(lambda number: both.wait(LONG), 2, LONG))) == 2
 
 
 def test_a_long_batch_does_not_hold_up_a_short_one(workers: Workers) -> None:
