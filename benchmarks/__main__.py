@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks import claims
 from benchmarks.harness.plan import FULL, QUICK, Plan
 from benchmarks.harness.quiet import run_quietly
 from benchmarks.harness.rounds import Benchmark
@@ -63,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"[dim] {time.monotonic() - begin:.0f} s[/]", highlight=False)
     rows = [row for row in rows if _wanted(row.metric.name, options.only)]
     show(rows, problems, console)
+    claims.say(rows, console)
     if options.markdown:
         print(markdown(rows))
     if options.plots:

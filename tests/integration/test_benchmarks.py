@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,9 +18,11 @@ import psutil
 import pytest
 
 from benchmarks import stages, steps
-from benchmarks.__main__ import main
+from benchmarks.__main__ import all_benchmarks, main
 from benchmarks.baselines.disaggregation import contiguous_groups
+from benchmarks.claims import CLAIMS, unsupported
 from benchmarks.harness import quiet
+from benchmarks.harness.plan import FULL
 from benchmarks.harness.rounds import Benchmark, Figures, run
 from benchmarks.harness.table import Metric, Row, Target, plots
 from benchmarks.harness.worker import Desk, Family, Worker, WorkerError
@@ -30,7 +33,14 @@ from tests.support.waiting import wait_until
 REPOSITORY = Path(__file__).parents[2]
 FIELDS = {"name", "unit", "value", "baseline", "baseline_value", "ratio", "better", "runs", "spread"}
 # One of each family that needs no Mooncake: both protocols' managers, a raw ceiling, both publishers.
-ROWS = ("control.throughput", "control.throughput.cpu", "handoff.pairs.2.rooms", "dataplane.shm.32KiB", "events.replay.300B", "index.memory")
+ROWS = (
+    "control.throughput",
+    "control.throughput.cpu",
+    "handoff.pairs.2.rooms",
+    "dataplane.shm.32KiB",
+    "events.replay.300B",
+    "index.memory",
+)
 
 
 @pytest.mark.timeout(230)
@@ -101,6 +111,23 @@ def test_a_ratio_above_one_means_that_ours_is_better_either_way() -> None:
     assert (speed.runs, speed.spread) == (3, 0.0)
     assert speed.met
     assert not delay.met, "the ratio is reached, the value is not"
+
+
+def test_each_claim_is_said_where_it_is_looked_for_and_has_a_row() -> None:
+    measured = {metric.name for benchmark in all_benchmarks(FULL) for metric in benchmark.metrics}
+    for claim in CLAIMS:
+        text = re.sub(r"\s+", " ", (REPOSITORY / claim.where).read_text())
+        assert claim.says in text, f"{claim.where} says it no more: benchmarks/claims.py is to go with it"
+        assert claim.row in measured
+
+
+def test_a_run_supports_the_claims_that_its_rows_reach() -> None:
+    def row(name: str, value: float, ratio: float) -> Row:
+        return Row(Metric(name, "ms", "lower", "seed"), value, 1.0, ratio, 3, 0.1)
+
+    busy, cost, other = "handoff.busy_engine", "control.init_cost.p99", "index.plan"
+    missed = unsupported([row(busy, 0.9, 4.9), row(cost, 49.0, 1.0), row(other, 1.0, 0.1)])
+    assert [claim.row for claim, _ in missed] == [busy]
 
 
 def test_liveness_prints_all_times_of_all_turns_together(capsys: pytest.CaptureFixture[str]) -> None:
