@@ -16,7 +16,7 @@ from benchmarks.harness.worker import Desk, Worker
 
 SECONDS = 120.0
 LAYERS, PAGE_TOKENS, HEADS, HEAD_DIM = 16, 16, 8, 128  # 1 MiB a page in bfloat16
-COPY = "cache.copy"
+COPY, TOKEN = "cache.copy", "cache.copy.token"
 ORDERS = ("adjacent", "scattered")
 Turn = Callable[[Desk], dict[str, float]]
 
@@ -26,6 +26,7 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
     return [
         _copies(COPY, "cpu", "direct", "raw torch copy", pages),
         _copies(f"{COPY}.kernel", "cpu", "kernel", "raw torch copy", pages),
+        _tokens(PAGE_TOKENS * pages),
         *(
             _copies(f"{COPY}.cuda.{io}", "cuda", io, "raw torch copy, pinned", pages, _without_cuda())
             for io in ("direct", "kernel")
@@ -43,6 +44,16 @@ def _copies(name: str, device: str, io: str, baseline: str, pages: int, missing:
     )
 
 
+def _tokens(pages: int) -> Benchmark:
+    """Pages of one token: rows of 2 KiB."""
+    names = tuple(f"{TOKEN}.{way}.{order}" for way in ("down", "up") for order in ORDERS)
+    return Benchmark(
+        metrics=tuple(Metric(each, "GB/s", "higher", "memcpy of as many bytes", Target(ratio=0.5)) for each in names),
+        ours=lambda: Side(_turn_copies, pages, TOKEN, "cpu", "kernel", page_tokens=1),
+        baseline=lambda: Side(_turn_memcpy, pages, TOKEN, "cpu", "kernel", page_tokens=1),
+    )
+
+
 def _without_cuda() -> str:
     if importlib.util.find_spec("torch") is None:
         return "torch cannot be imported"
@@ -54,10 +65,10 @@ def _without_cuda() -> str:
 class Side:
     """One side in a process of its own; each turn compares every byte."""
 
-    def __init__(self, turn: Turn, pages: int, name: str, device: str, io: str) -> None:
+    def __init__(self, turn: Turn, pages: int, name: str, device: str, io: str, page_tokens: int = PAGE_TOKENS) -> None:
         self._turn = turn
         self._worker = Worker("cache")
-        self._worker.call(_open_copies, pages, name, device, io)
+        self._worker.call(_open_copies, pages, name, device, io, page_tokens)
 
     def turn(self) -> Figures:
         return self._worker.call(self._turn)
@@ -70,13 +81,13 @@ class Side:
         self._worker.close()
 
 
-def page_shape() -> Any:
+def page_shape(page_tokens: int = PAGE_TOKENS) -> Any:
     from kvgrpc.prefetch.pools.shape import PageShape
 
-    return PageShape.mha(LAYERS, PAGE_TOKENS, HEADS, HEAD_DIM, "bfloat16")
+    return PageShape.mha(LAYERS, page_tokens, HEADS, HEAD_DIM, "bfloat16")
 
 
-def _open_copies(desk: Desk, pages: int, name: str, device: str, io: str) -> None:
+def _open_copies(desk: Desk, pages: int, name: str, device: str, io: str, page_tokens: int) -> None:
     import torch
 
     from kvgrpc.prefetch.copies.engine import CopyEngine
@@ -85,7 +96,8 @@ def _open_copies(desk: Desk, pages: int, name: str, device: str, io: str) -> Non
     from kvgrpc.prefetch.pools.host import HostPool
 
     torch.set_num_threads(1)
-    host, pool = HostPool(page_shape(), pages), DevicePool.allocate(page_shape(), pages, device)
+    shape = page_shape(page_tokens)
+    host, pool = HostPool(shape, pages), DevicePool.allocate(shape, pages, device)
     noise = torch.Generator(device).manual_seed(1)
     for layer in range(LAYERS):
         for component in "kv":
@@ -146,6 +158,24 @@ def _turn_raw_copies(desk: Desk) -> dict[str, float]:
             for number, page in enumerate(pages.tolist()):
                 rows[page].copy_(view[number], non_blocking=True)
         _finish(device)
+
+    return _timed_copies(desk, down, up, lambda numbers: None)
+
+
+def _turn_memcpy(desk: Desk) -> dict[str, float]:
+    """As many bytes of each layer and component, from one place to another and back, each with one call."""
+    device = desk.items["copies"].device
+    rows = {(layer, c): device.rows(layer, c).numpy().reshape(-1) for layer in range(LAYERS) for c in "kv"}
+    saved = desk.items.setdefault("saved", {name: np.empty_like(each) for name, each in rows.items()})
+
+    def down(pages: Any) -> Any:
+        for name, each in rows.items():
+            np.copyto(saved[name], each)
+        return pages
+
+    def up(numbers: Any, pages: Any) -> None:
+        for name, each in rows.items():
+            np.copyto(each, saved[name])
 
     return _timed_copies(desk, down, up, lambda numbers: None)
 

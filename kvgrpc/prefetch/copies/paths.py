@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +19,10 @@ from kvgrpc.prefetch.pools.pages import Pages
 # One slice copy costs about as much as gathering so many rows.
 _ROWS_OF_A_SLICE = 2
 _Run = tuple[int, int, int, int]
+# Rows of one column, each a value of its own: numpy gathers and scatters them as memory.
+_Items = npt.NDArray[np.void]
+# Bytes that are gathered before they are scattered: they are still in a core's cache then.
+_GATHERED_BYTES = 256 * 1024
 
 
 class IoBackend(enum.Enum):
@@ -45,7 +50,8 @@ class CopyPath:
         self._components = [block.component.name for block in host.blocks]
         self._cuda = device.device.type == "cuda"
         self._last_runs: tuple[Pages, Pages, list[_Run]] | None = None
-        self._last_numbers: tuple[Pages, Pages, list[tuple[int, int]]] | None = None
+        # On a CPU, of each layer and component: the columns of the host's rows beside those of the device's.
+        self._columns: dict[tuple[int, str], list[tuple[_Items, _Items]]] = {}
 
     @property
     def layers(self) -> int:
@@ -63,7 +69,8 @@ class CopyPath:
                 for start, _, host_first, count in _runs(None, host_pages):
                     _copy(view[host_first : host_first + count], gathered[start : start + count])
             else:
-                _scatter(view, rows, self._numbers(host_pages, device_pages))
+                for ours, theirs in self._columns_of(layer, component):
+                    _scatter(ours, host_pages, theirs, device_pages)
 
     def up(self, layer: int, host_pages: Pages, device_pages: Pages) -> None:
         """One layer of the pages, from host to device."""
@@ -78,7 +85,8 @@ class CopyPath:
                     _copy(staged[start : start + count], view[host_first : host_first + count])
                 rows.index_copy_(0, self._index(device_pages), staged)
             else:
-                _scatter(rows, view, self._numbers(device_pages, host_pages))
+                for ours, theirs in self._columns_of(layer, component):
+                    _scatter(theirs, device_pages, ours, host_pages)
 
     def _runs_of(self, device_pages: Pages, host_pages: Pages) -> list[_Run]:
         """Runs that are worth a slice copy each; empty: too few pages are adjacent. Found once for all layers of a
@@ -91,13 +99,14 @@ class CopyPath:
             known = self._last_runs = (device_pages, host_pages, runs if _few(runs, len(host_pages)) else [])
         return known[2]
 
-    def _numbers(self, to: Pages, source: Pages) -> list[tuple[int, int]]:
-        """(page to, page from); as ``_runs_of``, once for all layers."""
-        known = self._last_numbers
-        if known is None or known[0] is not to or known[1] is not source:
-            numbers = list(zip(to.tolist(), source.tolist(), strict=True))
-            known = self._last_numbers = (to, source, numbers)
-        return known[2]
+    def _columns_of(self, layer: int, component: str) -> list[tuple[_Items, _Items]]:
+        """The same bytes of each page at the host and the device: one column, or as many as a page has rows there."""
+        known = self._columns.get((layer, component))
+        if known is None:
+            host, device = _alike(self._views[layer, component], self._device.rows(layer, component))
+            known = list(zip(_columns(host), _columns(device), strict=True))
+            self._columns[layer, component] = known
+        return known
 
     def _index(self, pages: Pages) -> Tensor:
         return torch.from_numpy(pages).to(self._device.device, non_blocking=True)
@@ -120,11 +129,21 @@ def _copy(destination: Tensor, source: Tensor) -> None:
     destination.copy_(source, non_blocking=True)
 
 
-def _scatter(to: Tensor, source: Tensor, pages: list[tuple[int, int]]) -> None:
-    """Page by page without a buffer between: on a CPU a second pass over the bytes costs more than the loop."""
-    to, source = _alike(to, source)
-    for target, origin in pages:
-        to[target].copy_(source[origin])
+def _columns(rows: Tensor) -> list[_Items]:
+    """Of memory on a CPU, ``[pages, row_bytes]`` or ``[pages, rows, row_bytes]``."""
+    of_pages = rows.numpy().reshape(len(rows), -1, rows.shape[-1]) if rows.dim() == 2 else rows.numpy()
+    row = np.dtype((np.void, rows.shape[-1]))
+    return [of_pages[:, number].view(row)[:, 0] for number in range(of_pages.shape[1])]
+
+
+def _scatter(to: _Items, to_pages: Pages, source: _Items, source_pages: Pages) -> None:
+    """Rows of pages that are adjacent nowhere. One call for many: a call of torch for each took fifty times as long as
+    the bytes of a page of one token.
+    """
+    at_once = max(1, _GATHERED_BYTES // max(1, source.itemsize))
+    for start in range(0, len(to_pages), at_once):
+        some = slice(start, start + at_once)
+        to[to_pages[some]] = source[source_pages[some]]
 
 
 def _alike(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
