@@ -330,7 +330,7 @@ def test_a_disk_that_hangs_costs_a_time_out_and_gives_the_page_back_later(
     backend, arena = opened(name, folder, threads=1), Arena(3)
     answers, open_file = threading.Event(), Folder.open
 
-    def hang(self: Folder, path: str, flags: int = 0) -> int | None:
+    def hang(self: Folder, path: str, flags: int = 0) -> tuple[int, int] | None:
         answers.wait(SECONDS)
         return open_file(self, path, flags)
 
