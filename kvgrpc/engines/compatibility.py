@@ -16,6 +16,7 @@ from importlib import metadata
 from kvgrpc.errors import FeatureDisabled
 
 HAND_OFFS, EVENTS, STORAGE, ORDERS = "hand-offs", "KV events", "storage tier", "prefetch by routers"
+STAGES = "pipeline stages of prefill"
 
 _SGLANG, _VLLM = "sglang.srt", "vllm.distributed.kv_transfer.kv_connector.v1"
 _PEERS = f"{_SGLANG}.disaggregation.base.conn"
@@ -85,6 +86,10 @@ SGLANG = Engine(
                 "",
             ),
             f"{_SGLANG}.runtime_context.process_model_config": "",
+        },
+        STAGES: {
+            f"{_SGLANG}.disaggregation.pp_consensus_store.PPConsensusStore.__init__": "pp_size pp_rank pp_group",
+            f"{_SGLANG}.disaggregation.pp_consensus_store.PPConsensusStore": "collect pop",
         },
         EVENTS: {
             f"{_SGLANG}.disaggregation.kv_events.EventPublisherFactory.register_publisher": "name",

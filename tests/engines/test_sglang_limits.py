@@ -37,7 +37,6 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 # What is set; what the refusal names, why, and what to do.
 REFUSED = {
-    "--pp-size": ("parallel", {"pp_size": 2}, "--pp-size 2: .*which layers a stage holds; use --pp-size 1"),
     "attention cp": ("parallel", {"attn_cp_size": 2}, "--attn-cp-size 2: .*some of a request's tokens; use --attn-cp"),
     "decode cp": (
         "parallel",
@@ -82,6 +81,26 @@ def test_the_settings_have_the_names_of_sglangs_arguments() -> None:
     assert places["enable_memory_saver"] == "exec.features"
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"state_types": [StateType.SWA], "swa_kv_cache_layout": "nhd"}, "--pp-size 2 with swa: .*; use --pp-size 1"),
+        ({"num_draft_entries": 2}, "--pp-size 2 with a draft model: .*other stages; use --pp-size 1"),
+    ],
+    ids=["windows", "draft model"],
+)
+def test_pipeline_stages_are_served_where_each_layer_has_a_number(
+    settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], says: str
+) -> None:
+    settings["parallel"]["pp_size"] = 2
+    with pytest.raises(FeatureDisabled, match=f"kvgrpc does not serve --pp-size 2: .*; set {limits.UNTRIED}=pipeline"):
+        limits.check_supported(kv_args())
+    monkeypatch.setenv(limits.UNTRIED, "pipeline")
+    limits.check_supported(kv_args())
+    with pytest.raises(FeatureDisabled, match=f"kvgrpc does not serve {says}"):
+        limits.check_supported(SimpleNamespace(**{**vars(kv_args()), **given}))
+
+
 def test_an_ordinary_engine_is_served(settings: dict[str, dict[str, Any]]) -> None:
     limits.check_supported(kv_args())
 
@@ -112,7 +131,7 @@ def test_several_tokenizers_are_served_by_the_route_over_sglangs_own_name(settin
 def test_sliding_windows_in_a_pool_of_their_own_are_served(settings: dict[str, dict[str, Any]]) -> None:
     limits.check_supported(kv_args(StateType.SWA, layout="nhd"))
     settings["memory"]["enable_unified_memory"] = True
-    with pytest.raises(FeatureDisabled, match=r"--enable-unified-memory with sliding windows: .*one buffer; leave it"):
+    with pytest.raises(FeatureDisabled, match=r"--enable-unified-memory with sliding windows .*one buffer; leave it"):
         limits.check_supported(kv_args(StateType.SWA, layout="nhd"))
 
 

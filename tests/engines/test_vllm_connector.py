@@ -37,7 +37,14 @@ from kvgrpc.engines.vllm.bootstrap import Bootstrap
 from kvgrpc.engines.vllm.groups import Group, groups_of
 from kvgrpc.engines.vllm.handoffs import Handoffs, Receive, Send
 from kvgrpc.engines.vllm.limits import check_supported
-from kvgrpc.engines.vllm.rank import WorkerProcess, bootstrap_address, model_of, pools_of, rank_config
+from kvgrpc.engines.vllm.rank import (
+    WorkerProcess,
+    bootstrap_address,
+    layer_numbers,
+    model_of,
+    pools_of,
+    rank_config,
+)
 from kvgrpc.engines.vllm.reached import reached
 from kvgrpc.engines.vllm.scheduler import DECODE, UNUSED, Scheduler
 from kvgrpc.engines.vllm.stats import TransferStats
@@ -428,7 +435,12 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
 @pytest.mark.parametrize(
     ("config", "caches", "what"),
     [
-        (engine(pipeline_parallel_size=2), cache_config(attention()), "pipeline parallelism"),
+        (engine(pipeline_parallel_size=2), cache_config(attention()), 'ask .* "untried": "pipeline"'),
+        (
+            engine(extra={"untried": "pipeline"}, pipeline_parallel_size=2),
+            cache_config(WINDOW, attention()),
+            "pipeline .* several groups of layers",
+        ),
         (engine(data_parallel_size=2), cache_config(attention()), "data parallelism"),
         (
             engine(),
@@ -443,6 +455,38 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
 def test_what_is_not_served_is_refused_by_name(config: Any, caches: Any, what: str) -> None:
     with pytest.raises(FeatureDisabled, match=what):
         check_supported(config, caches)
+
+
+def test_a_pipeline_stage_says_which_layers_of_the_model_it_has() -> None:
+    config, caches = engine(extra={"untried": "pipeline"}, pipeline_parallel_size=2), cache_config(attention())
+    check_supported(config, caches)
+    names = [f"model.layers.{number}.self_attn.attn" for number in (3, 2)]
+    caches.kv_cache_groups[0].layer_names[:] = names
+    memory = {name: torch.zeros(8, 4, BLOCK, 16) for name in names}
+    (pool,) = pools_of(memory, config, caches, 0)
+    assert [(region.layer, region.address) for region in pool.regions] == [
+        (2, memory[names[1]].data_ptr()),
+        (3, memory[names[0]].data_ptr()),
+    ]
+    place = WorkerProcess(config, 0, {}, stage=1)
+    assert (rank_config(place, (pool,), model_of(config, pool, place)).layout.pp, place.pp) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("names", "only", "numbers"),
+    [
+        (["model.layers.1.attn", "model.layers.0.attn"], True, [1, 0]),
+        (["model.layers.1.attn", "model.layers.3.attn"], False, [0, 1]),
+        (["model.layers.1.a", "draft.layers.1.a"], True, [0, 1]),
+        (["layer1.a", "layers.2.experts.3.a"], True, [0, 1]),
+    ],
+    ids=["numbered", "of several groups", "twice", "not numbered"],
+)
+def test_layers_are_numbered_by_their_names_or_in_their_order(names: list[str], only: bool, numbers: list[int]) -> None:
+    assert list(layer_numbers(names, only, 1)) == numbers
+    if numbers == [0, 1]:
+        with pytest.raises(FeatureDisabled, match=r"do not number them: .*use --pipeline-parallel-size 1"):
+            layer_numbers(names, only, 2)
 
 
 @pytest.mark.parametrize("specs", [(WINDOW, attention()), (WINDOW,), (WINDOW, attention(), WINDOW, attention())])
@@ -546,6 +590,7 @@ def rank(place: WorkerProcess) -> Any:
 def test_prefill_serves_its_registry_where_proxies_of_vllms_mooncake_connector_look() -> None:
     place = WorkerProcess(engine(), 0, {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "9000"})
     assert place.serves_registry and not WorkerProcess(engine(), 1, {}).serves_registry
+    assert not WorkerProcess(engine(pipeline_parallel_size=2), 0, {}, stage=1).serves_registry
     config = rank(place)
     assert (config.role, config.registry, config.engine) == (Role.PREFILL, "127.0.0.1:9000", "127.0.0.1-9000")
     assert config.listen == "127.0.0.1:0"

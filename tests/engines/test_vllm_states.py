@@ -67,7 +67,7 @@ class Side:
         mla = attention is LATENT
         config = SimpleNamespace(
             model_config=SimpleNamespace(use_mla=mla, get_total_num_kv_heads=lambda: 2, dtype=torch.float32),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
             cache_config=SimpleNamespace(cache_dtype="auto"),
         )
         self.pools = pools_of(caches, config, KVCacheConfig(BLOCKS, [], groups, kv_cache_layout="LBHNC"), 0)

@@ -12,8 +12,8 @@ from kvgrpc.engines.sglang.plugin import BACKEND
 from kvgrpc.engines.sglang.rank import is_plain_window, kind_of
 from kvgrpc.errors import FeatureDisabled
 
-# Kinds of state to hand over although nobody has seen it work: "mamba,dsa".
-UNTRIED = "KVGRPC_UNTRIED"
+# Kinds of state to hand over although nobody has seen it work, "mamba,dsa", and pipeline stages.
+UNTRIED, PIPELINE = "KVGRPC_UNTRIED", "pipeline"
 
 
 def check_supported(kv_args: Any) -> None:
@@ -30,15 +30,27 @@ def check_supported(kv_args: Any) -> None:
             f"set {UNTRIED}={','.join(untried)} on both sides, or use another transfer backend",
         ),
         (
-            bool(states) and has(get_memory(), "enable_unified_memory"),
-            "--enable-unified-memory with sliding windows",
+            (bool(states) or parallel.pp_size > 1) and has(get_memory(), "enable_unified_memory"),
+            "--enable-unified-memory with sliding windows or --pp-size above 1",
             "pages of both pools lie in one buffer",
             "leave it out",
         ),
         (
-            parallel.pp_size > 1,
+            parallel.pp_size > 1 and PIPELINE not in _asked_for(),
             f"--pp-size {parallel.pp_size}",
-            "the adapter does not yet say which layers a stage holds",
+            "stages say which layers they hold, but no SGLang was ever run so",
+            f"set {UNTRIED}={PIPELINE} on both sides, or use --pp-size 1",
+        ),
+        (
+            parallel.pp_size > 1 and bool(states),
+            f"--pp-size {parallel.pp_size} with {', '.join(kind_of(state) for state in states)}",
+            "SGLang does not say which of these layers a stage holds",
+            "use --pp-size 1",
+        ),
+        (
+            parallel.pp_size > 1 and bool(getattr(kv_args, "num_draft_entries", 0)),
+            f"--pp-size {parallel.pp_size} with a draft model",
+            "its layers would have the numbers of other stages",
             "use --pp-size 1",
         ),
         (

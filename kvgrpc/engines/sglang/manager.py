@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base.conn import BaseKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import get_mooncake_transfer_engine
+from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_serving, process_model_config
 from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
 from kvgrpc.engines.addresses import bracketed, loopback_for
+from kvgrpc.engines.compatibility import SGLANG, STAGES, check
 from kvgrpc.engines.identity import MODEL_NAME, identity
 from kvgrpc.engines.sglang.held import RoomsAwaitingRelease
 from kvgrpc.engines.sglang.limits import check_supported, is_set, page_layout
 from kvgrpc.engines.sglang.rank import SchedulerProcess, external_registry, pages_of_pools, rank_config, state_names
+from kvgrpc.engines.sglang.stages import Stages
 from kvgrpc.model import Layout, Role
 from kvgrpc.server import open_rank
 
@@ -53,6 +56,8 @@ class KvGrpcManager(BaseKVManager):
         self.rank = open_rank(rank_config(args, place, _shared_plane(place.local_ip)))
         # A PrefillManager or a DecodeManager, as the class that SGLang makes on this one expects.
         self.transfer: Any = self.rank.transfer
+        # Of prefill's pipeline; None without one.
+        self.stages = _stages(self.transfer) if role is Role.PREFILL and place.layout.pp > 1 else None
 
     def register_to_bootstrap(self) -> None:
         """The rank registers itself, and again whenever its registry was restarted."""
@@ -105,9 +110,10 @@ def _place(role: Role, kv_args: Any, mla: bool) -> SchedulerProcess:
     name = os.environ.get(MODEL_NAME, "")
     attention_dp = parallel.attn_dp_size > 1
     head = NetworkAddress.parse(parallel.dist_init_addr).resolved().host if parallel.dist_init_addr else serving.host
+    dp_size = parallel.attn_dp_size if attention_dp else parallel.dp_size
     return SchedulerProcess(
         role=role,
-        layout=Layout(dp=parallel.attn_dp_size if attention_dp else parallel.dp_size, tp=parallel.attn_tp_size),
+        layout=Layout(dp=dp_size, pp=parallel.pp_size, tp=parallel.attn_tp_size),
         dp=parallel.attn_dp_rank if attention_dp else parallel.dp_rank or 0,
         tp=parallel.attn_tp_rank,
         host=serving.host,
@@ -119,7 +125,28 @@ def _place(role: Role, kv_args: Any, mla: bool) -> SchedulerProcess:
         model=identity(model.model_path, model.revision, kv_args.kv_cache_dtype_str, model.dtype, mla, name),
         kv_heads=0 if mla else model.get_total_num_kv_heads(),
         page_layout=page_layout(),
+        pp=parallel.pp_rank,
+        first_layer=_first_layer(kv_args, model.num_hidden_layers),
     )
+
+
+def _first_layer(kv_args: Any, layers: int) -> int:
+    """The first layer of this pipeline stage. Prefill is told; decode counts as SGLang does."""
+    parallel = get_parallel()
+    if parallel.pp_size == 1:
+        return 0
+    told = getattr(kv_args, "prefill_start_layer", None)
+    return int(get_pp_indices(layers, parallel.pp_rank, parallel.pp_size)[0] if told is None else told)
+
+
+def _stages(transfer: Any) -> Stages:
+    """Waits until all stages of the engine have come so far, as SGLang's own backends do."""
+    check(SGLANG, STAGES)
+    from sglang.srt.disaggregation.pp_consensus_store import PPConsensusStore
+
+    parallel = get_parallel()
+    store = PPConsensusStore(parallel.pp_size, parallel.pp_rank, parallel.pp_group)
+    return Stages(store, parallel.pp_rank == 0, transfer.fileno())
 
 
 def _engine_selects_dp() -> bool:

@@ -27,7 +27,7 @@ class SchedulerProcess:
     ``bootstrap`` is "host:port" of the engine's own registry, ``device`` of its tensors ("cpu", "cuda").
     ``engine_selects_dp``: its dp controller gives requests to other dp ranks than room % dp.
     ``kv_heads``: of the whole model; 0: MLA, each rank holds all. ``page_layout``: SGLang's word for the order
-    of tokens and heads in a page.
+    of tokens and heads in a page. ``pp`` and ``first_layer``: its pipeline stage, and where that begins in the model.
     """
 
     role: Role
@@ -43,6 +43,8 @@ class SchedulerProcess:
     model: ModelIdentity = UNKNOWN_MODEL
     kv_heads: int = 0
     page_layout: str = "nhd"
+    pp: int = 0
+    first_layer: int = 0
 
 
 def rank_config(kv_args: Any, place: SchedulerProcess, plane: DataPlane | None = None) -> RankConfig:
@@ -64,6 +66,7 @@ def rank_config(kv_args: Any, place: SchedulerProcess, plane: DataPlane | None =
         "role": place.role,
         "layout": place.layout,
         "dp": place.dp,
+        "pp": place.pp,
         "tp": place.tp,
         "pools": pools(kv_args, place),
         "model": place.model,
@@ -96,7 +99,8 @@ def pools(kv_args: Any, place: SchedulerProcess) -> tuple[Pool, ...]:
     window, and states of other kinds as SGLang describes them.
     """
     kv = Entries(kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens)
-    names = regions_of(len(kv.items), getattr(kv_args, "num_draft_entries", 0), place.kv_heads)
+    drafts = getattr(kv_args, "num_draft_entries", 0)
+    names = regions_of(len(kv.items), drafts, place.kv_heads, place.first_layer)
     layout = getattr(kv_args, "kv_layout", None) or place.page_layout
     found = [_pool("kv", kv, names, layout, place.kv_heads, kv_args, place)]
     for state, name in enumerate(state_names(kv_args)):
@@ -197,12 +201,15 @@ def _location(kv_args: Any, place: SchedulerProcess) -> str:
     return f"cuda:{kv_args.gpu_id}" if place.device == "cuda" else "cpu:0"
 
 
-def regions_of(entries: int, drafts: int, heads: int) -> list[tuple[int, str]]:
-    """Layer and component of each entry. With heads: K of all layers, then V of all; then the same of a draft model."""
+def regions_of(entries: int, drafts: int, heads: int, first: int = 0) -> list[tuple[int, str]]:
+    """Layer and component of each entry. With heads: K of all layers, then V of all; then the same of a draft model.
+
+    ``first``: the number in the whole model of the first layer that the stage has.
+    """
     if not heads or (entries - drafts) % 2 or drafts % 2:
-        return [(entry, "kv" if heads else "latent") for entry in range(entries)]
+        return [(first + entry, "kv" if heads else "latent") for entry in range(entries)]
     layers, more = (entries - drafts) // 2, drafts // 2
-    own, draft = range(layers), range(layers, layers + more)
+    own, draft = range(first, first + layers), range(first + layers, first + layers + more)
     return [(layer, part) for numbers in (own, draft) for part in ("k", "v") for layer in numbers]
 
 

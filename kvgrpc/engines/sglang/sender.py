@@ -28,12 +28,19 @@ class KvGrpcSender(BaseKVSender):
         """``unused``: SGLang's own address of decode (until 0.5.21), and who chose the dp rank; we find both."""
         self.kv_mgr = mgr
         self._sender = KVSender(mgr.transfer, bootstrap_addr, bootstrap_room, mgr.attempt)
+        self._stages = mgr.stages
+        if self._stages is not None:
+            self._stages.add(self._sender)
         self._pages_sent = 0
         # SGLang sets a CUDA event here when the pages of the next send are still being computed.
         self._early_send_wait_event: Any = None
 
     def poll(self) -> KVPoll:
         return self._sender.poll()
+
+    def poll_pp_consensus(self) -> KVPoll:
+        """The same, of all pipeline stages. SGLang asks its first stage, before it computes the prompt."""
+        return self._sender.poll() if self._stages is None else self._stages.agreed(self._sender)
 
     def pop_decode_prefix_len(self) -> int:
         """Tokens that decode holds already, a whole number of pages."""
@@ -65,13 +72,21 @@ class KvGrpcSender(BaseKVSender):
         """Raises the reason. Where another rank failed, SGLang gives this rank's pages up too: so does the sender."""
         failure = self._sender.failure
         self._sender.abort("another rank of this prefill engine failed")
+        self._forget()
         raise transfer_error(self._sender.room, failure)
 
     def abort(self) -> None:
         self._sender.abort()
+        self._forget()
 
     def clear(self) -> None:
         self._sender.close()
+        self._forget()
 
     def get_transfer_metric(self) -> KVTransferMetric:
         return KVTransferMetric(transfer_total_bytes=self._pages_sent * self.kv_mgr.page_bytes)
+
+    def _forget(self) -> None:
+        """SGLang has given the room up in all stages, or does so now."""
+        if self._stages is not None:
+            self._stages.drop(self._sender)

@@ -8,9 +8,9 @@ from typing import Any
 from kvgrpc.engines.vllm.groups import has_state, is_served, untried_kinds
 from kvgrpc.errors import FeatureDisabled
 
-# Kinds of layers to hand over although nobody has seen it work, "MAMBA1,LINEAR": the key of kv_connector_extra_config,
-# and the variable.
-UNTRIED, _VARIABLE = "untried", "KVGRPC_UNTRIED"
+# Kinds of layers to hand over although nobody has seen it work, "MAMBA1,LINEAR", and pipeline stages: the key of
+# kv_connector_extra_config, and the variable.
+UNTRIED, _VARIABLE, PIPELINE = "untried", "KVGRPC_UNTRIED", "pipeline"
 
 
 def check_supported(config: Any, kv_cache_config: Any) -> None:
@@ -21,9 +21,15 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
     untried = sorted(kind for kind in untried_kinds(kv_cache_config) if kind.lower() not in _asked_for(config))
     refused = (
         (
-            parallel.pipeline_parallel_size > 1,
+            parallel.pipeline_parallel_size > 1 and PIPELINE not in _asked_for(config),
             "pipeline parallelism",
-            "the adapter does not yet say which layers a stage holds",
+            "stages say which layers they hold, but no vLLM was ever run so",
+            f'ask for it by name: "{UNTRIED}": "{PIPELINE}" in kv_connector_extra_config',
+        ),
+        (
+            parallel.pipeline_parallel_size > 1 and len(specs) > 1,
+            "pipeline parallelism of models with several groups of layers (sliding windows, states)",
+            "a stage may have no layer of some group, and a pool is of layers",
             "use --pipeline-parallel-size 1",
         ),
         (

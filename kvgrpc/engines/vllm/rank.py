@@ -32,10 +32,13 @@ _CONTENT = {
     "FLASH_ATTN": "head,token,kv,dim",
     "TRITON_ATTN": "head,token,kv,dim",
 }
+# A part of a layer's name.
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 class WorkerProcess:
-    """Where a worker stands: role, rank and addresses, from vLLM's configuration and ours over it.
+    """Where a worker stands: role, rank and addresses, from vLLM's configuration and ours over it. ``stage``: of the
+    pipeline; one of several has some of the model's layers.
 
     ``role``: which of the two ranks of a worker with kv_role kv_both; else what the kv_role says.
     ``host`` is what the rank binds: VLLM_HOST_IP, or loopback where nobody has said that others may come.
@@ -46,7 +49,9 @@ class WorkerProcess:
     ``model_name``: what the operator calls the model, "" for its own name.
     """
 
-    def __init__(self, config: Any, tp_rank: int, environment: Mapping[str, str], role: Role | None = None) -> None:
+    def __init__(
+        self, config: Any, tp_rank: int, environment: Mapping[str, str], role: Role | None = None, stage: int = 0
+    ) -> None:
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         extra = dict(transfer.kv_connector_extra_config)
         port = extra.pop(BOOTSTRAP_PORT, environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT", "8998"))
@@ -58,13 +63,14 @@ class WorkerProcess:
         self.roles = _ROLES[transfer.kv_role]
         self.role = role or self.roles[0]
         self.tp, self.tp_size = tp_rank, parallel.tensor_parallel_size
+        self.pp, self.pp_size = stage, parallel.pipeline_parallel_size
         self.host = environment.get("VLLM_HOST_IP") or "127.0.0.1"
         self.external = str(self.configured.pop("registry", ""))
         # vLLM says data_parallel_size 1 by now, and rank 0; the index stays.
         replica = int(getattr(parallel, "data_parallel_index", 0) or 0)
         head = parallel.master_addr if parallel.nnodes > 1 else self.host
         self.bootstrap = f"{bracketed(loopback_for(head))}:{_port(port) + replica}" if self.role is Role.PREFILL else ""
-        self.serves_registry = self.role is Role.PREFILL and not self.external and tp_rank == 0
+        self.serves_registry = self.role is Role.PREFILL and not self.external and tp_rank == stage == 0
 
     @property
     def name(self) -> str:
@@ -91,7 +97,8 @@ def rank_config(place: WorkerProcess, pools: Sequence[Pool], model: ModelIdentit
     }
     facts: dict[str, Any] = {
         "role": place.role,
-        "layout": Layout(tp=place.tp_size),
+        "layout": Layout(pp=place.pp_size, tp=place.tp_size),
+        "pp": place.pp,
         "tp": place.tp,
         "pools": tuple(pools),
         "model": model,
@@ -119,24 +126,48 @@ def pools_of(caches: Mapping[str, torch.Tensor], config: Any, kv_cache_config: A
 
 
 def _pool(group: Group, caches: Mapping[str, torch.Tensor], config: Any, kv_cache_config: Any, tp_rank: int) -> Pool:
-    """One region a layer, in vLLM's order, which both sides share; a page is a block of the scheduler."""
+    """One region a layer; a page is a block of the scheduler."""
     blocks, its = kv_cache_config.num_blocks, kv_cache_config.kv_cache_groups[group.index]
-    layers = {caches[name].data_ptr(): caches[name] for name in its.layer_names}  # some may share one cache
-    first = next(iter(layers.values()))
+    names: dict[int, str] = {}  # by address: some layers may share one cache
+    for name in its.layer_names:
+        names.setdefault(caches[name].data_ptr(), name)
+    is_only = len(kv_cache_config.kv_cache_groups) == 1
+    numbers = layer_numbers(list(names.values()), is_only, config.parallel_config.pipeline_parallel_size)
+    held = [caches[name] for name in names.values()]
+    regions = (
+        Region(number, "kv", cache.data_ptr(), cache.nbytes // blocks, cache.nbytes // blocks)
+        for number, cache in zip(numbers, held, strict=True)
+    )
     return Pool(
         name=group.pool,
         kind=PoolKind.KV,
         page_tokens=group.block_tokens,
         pages=blocks,
-        dtype=dtype_name(config.cache_config.cache_dtype, first.dtype),
-        regions=tuple(
-            Region(layer, "kv", address, cache.nbytes // blocks, cache.nbytes // blocks)
-            for layer, (address, cache) in enumerate(layers.items())
-        ),
-        axes=_axes(kv_cache_config.kv_cache_layout or "", config, whole_kernel_blocks=first.shape[0] == blocks),
-        location=_location(first),
+        dtype=dtype_name(config.cache_config.cache_dtype, held[0].dtype),
+        regions=tuple(sorted(regions)),
+        axes=_axes(kv_cache_config.kv_cache_layout or "", config, whole_kernel_blocks=held[0].shape[0] == blocks),
+        location=_location(held[0]),
         **_heads(config, tp_rank, [spec.num_kv_heads for spec in specs_of(its.kv_cache_spec)]),
     )
+
+
+def layer_numbers(names: Sequence[str], is_only_group: bool, stages: int) -> Sequence[int]:
+    """In the whole model, which vLLM's names of layers say ("model.layers.3.self_attn.attn"). Where they do not, or
+    there are several groups, their order in vLLM, which both sides share.
+
+    Raises FeatureDisabled where that cannot be, because a pipeline stage has some of the layers.
+    """
+    found = [_NUMBER.findall(name) for name in names]
+    numbers = [int(each[0]) for each in found if len(each) == 1]
+    if is_only_group and len(set(numbers)) == len(names):
+        return numbers
+    if stages > 1:
+        raise FeatureDisabled(
+            f"kvgrpc does not serve pipeline parallelism with layers whose names do not number them: {names[0]}; "
+            "use --pipeline-parallel-size 1",
+            metadata={"feature": "pipeline parallelism", "howToEnable": "--pipeline-parallel-size 1"},
+        )
+    return range(len(names))
 
 
 def _states(group: Group, caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> Pool:
