@@ -92,7 +92,7 @@ def all_benchmarks(plan: Plan) -> list[Benchmark]:
         index,
         native_index,
     )
-    families = every if plan.against == "seed" else against_any
+    families = every if plan.against == "seed" else (*against_any, storage)
     return [benchmark for family in families for benchmark in family.benchmarks(plan)]
 
 

@@ -27,6 +27,12 @@ Turn = Callable[[Desk], tuple[float, float]]
 
 def benchmarks(plan: Plan) -> list[Benchmark]:
     missing = "" if mooncake_is_here() else "mooncake.engine cannot be imported"
+    if plan.against == "sglang":
+        ours, theirs = (_open_file, _turn), (_open_hicache, _turn_hicache)
+        return [
+            _benchmark("file", size, nbytes, plan, "SGLang's HiCacheFile", ours, theirs, "")
+            for size, nbytes in SIZES.items()
+        ]
     return [
         _benchmark(family, size, nbytes, plan, baseline, ours, raw, lacks)
         for family, baseline, ours, raw, lacks in (
@@ -192,6 +198,40 @@ def _turn_raw(desk: Desk) -> tuple[float, float]:
         lambda: move(os.O_WRONLY | os.O_CREAT, os.pwritev),
         lambda: move(os.O_RDONLY, os.preadv),
         lambda done: sum(done) == len(memory.bytes),
+    )
+
+
+def _open_hicache(desk: Desk, pages: int, page_bytes: int) -> None:
+    """SGLang's own backend of files; a page is one tensor, as its host pool gives them."""
+    import torch
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+
+    desk.items["folder"], desk.items["memory"] = folder, memory = tempfile.mkdtemp(), Memory(pages, page_bytes)
+    config = HiCacheStorageConfig(
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=False,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name="bench",
+    )
+    desk.items["storage"] = HiCacheFile(config, folder)
+    rows = torch.from_numpy(memory.bytes).view(pages, page_bytes)
+    desk.items["tensors"] = [rows[number] for number in range(pages)]
+
+
+def _turn_hicache(desk: Desk) -> tuple[float, float]:
+    storage, memory, tensors = desk.items["storage"], desk.items["memory"], desk.items["tensors"]
+    storage.clear()
+    return _timed(
+        memory,
+        lambda: [storage.set(key, tensor) for key, tensor in zip(memory.keys, tensors, strict=True)],
+        lambda: [each is not None for each in storage.batch_get(memory.keys, tensors)],
+        all,
     )
 
 
