@@ -30,7 +30,7 @@ class StreamEnd:
         self, take: Callable[[bytes], None] = lambda frame: None, loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
         self._take = take
-        self._loop = loop or asyncio.new_event_loop()
+        self.loop = self._loop = loop or asyncio.new_event_loop()
         self._call: Any = None
         self._server: Any = None
         self._channels: list[grpc.aio.Channel] = []
@@ -54,6 +54,16 @@ class StreamEnd:
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(DEADLINE)
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def write_each(self, seconds: float) -> None:
+        """From now on a frame each so many seconds, whatever comes."""
+
+        async def write() -> None:
+            while True:
+                await asyncio.sleep(seconds)
+                await self.send(FRAME)
+
+        self.on_loop(lambda: self.start(write()))
 
     def write(self) -> None:
         self.on_loop(lambda: self.start(self.send(FRAME)))

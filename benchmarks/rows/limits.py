@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -22,14 +23,17 @@ from benchmarks.harness.table import Metric
 from benchmarks.harness.worker import Desk, Worker
 from benchmarks.rows.control import BURST, PAUSE, InitCost, Throughput, many_rooms, percentile
 from benchmarks.rows.handoff import CONTROL_PAUSE, ENGINE_STEP, PAGE_PAUSE, SEED, FirstContact, Latency
-from benchmarks.rows.rooms import WORK, Between, settle
+from benchmarks.rows.rooms import WORK, Between, cpu_used, settle
 from benchmarks.sides.base import Setting
 from benchmarks.sides.memory import Shape
 
 ROOMS, CONTROL, PAGE = "limit.throughput", "limit.control_latency", "limit.latency"
 WAKE = "limit.init_cost"
 CONTACT, BUSY, TORCH = "limit.first_contact", "limit.busy_engine", "limit.torch_engine"
+IDLE = "limit.idle.pairs"
 END, ENGINE, MEMORY, ANSWERED = "end", "engine", "memory", "answered"
+# As sessions do, both ways (docs/session/opening.md).
+HEARTBEAT_SECONDS = 0.3
 
 
 def benchmarks(plan: Plan) -> list[Benchmark]:
@@ -64,6 +68,14 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
             (Metric(WAKE, "us", "lower", "seed ZMQ send"), Metric(f"{WAKE}.p99", "us", "lower", "seed ZMQ send")),
             lambda: BareWake(plan.timed_inits),
             lambda: InitCost(seed, plan.timed_inits, WAKE, BURST),
+        ),
+        *(
+            Benchmark(
+                (Metric(f"{IDLE}.{pairs}", "ms/s", "lower", "the same streams, silent"),),
+                partial(IdleStreams, plan, pairs, HEARTBEAT_SECONDS),
+                partial(IdleStreams, plan, pairs, 0.0),
+            )
+            for pairs in plan.pairs
         ),
         stream(CONTROL, plan.control_rooms, CONTROL_PAUSE, Between.NAP),
         stream(BUSY, plan.busy_rooms, ENGINE_STEP, Between.PYTHON),
@@ -116,6 +128,28 @@ class BareStream:
         took = self._near.call(_ask, *self._work)
         answering.result()
         return {self._name: percentile(took, 50) * 1e3}
+
+    def peak_rss(self) -> int:
+        return self._near.peak_rss() + self._far.peak_rss()
+
+    def close(self) -> None:
+        self._near.close()
+        self._far.close()
+
+
+class IdleStreams:
+    """So many bare streams with a frame each way each 300 ms, or silent; CPU of the process that dialled them."""
+
+    def __init__(self, plan: Plan, pairs: int, each: float) -> None:
+        self._name, self._seconds = f"{IDLE}.{pairs}", plan.idle_seconds
+        self._near, self._far = Worker("streams-near"), Worker("streams-far")
+        self._near.call(_connect_all, self._far.call(_serve_all, pairs), each)
+        self._far.call(_begin_beats, each)
+
+    def turn(self) -> Figures:
+        before = self._near.call(cpu_used)
+        time.sleep(self._seconds)
+        return {self._name: (self._near.call(cpu_used) - before) / self._seconds * 1e3}
 
     def peak_rss(self) -> int:
         return self._near.peak_rss() + self._far.peak_rss()
@@ -198,6 +232,30 @@ def _connect(desk: Desk, port: int) -> None:
     end = desk.items[END] = StreamEnd()
     settle()
     end.connect(port)
+
+
+def _serve_all(desk: Desk, count: int) -> list[int]:
+    """Of streams that share one loop, as those of a rank do."""
+    ends = desk.items[END] = [StreamEnd()]
+    ends += [StreamEnd(loop=ends[0].loop) for _ in range(count - 1)]
+    settle()
+    return [end.serve() for end in ends]
+
+
+def _connect_all(desk: Desk, ports: Sequence[int], each: float) -> None:
+    ends = desk.items[END] = [StreamEnd()]
+    ends += [StreamEnd(loop=ends[0].loop) for _ in ports[1:]]
+    settle()
+    for end, port in zip(ends, ports, strict=True):
+        end.connect(port)
+        end.write()  # so that the other end knows its call
+    _begin_beats(desk, each)
+
+
+def _begin_beats(desk: Desk, each: float) -> None:
+    for end in desk.items[END]:
+        if each:
+            end.write_each(each)
 
 
 def _ask(desk: Desk, number: int, pause: float, between: Between) -> list[float]:
