@@ -26,7 +26,7 @@ NEXT_STEP = {
     Reason.CREDENTIALS_EXPIRED: "This command makes a token for each call, so the two clocks differ: set them.",
     Reason.PERMISSION_DENIED: "Use a token or certificate of a role that may do this: docs/operations.md lists them.",
     Reason.SERVER_DRAINING: "It is shutting down: ask another one.",
-    Reason.FEATURE_DISABLED: "Is this the right server? `kvgrpc info` lists what it serves.",
+    Reason.FEATURE_DISABLED: "The right server? `kvgrpc info` lists what it serves; --fleet asks a registry's ranks.",
     Reason.CHECKSUM_MISMATCH: "Ask again; where it repeats between two hosts, suspect their memory or network.",
     Reason.INTERNAL: "This is a bug. The server's log has the request id.",
 }

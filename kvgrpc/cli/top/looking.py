@@ -29,8 +29,8 @@ _ALWAYS = 5
 _FORMATS = {"#GB/s": "{:.2f}".format, "#p50": milliseconds, "#p99": milliseconds, "#hits": "{:.0%}".format}
 # Where there is no room these are left out, the first ones first; a rank that is opened says all.
 FIRST_TO_GO = (
-    *("server", "#not open", "#p50", "#held", "role", "lease", "#sessions", "#pulls", "#hits", "#event lag", "tiers"),
-    *("#failed", "#rooms", "#p99", "#rooms/min", "#GB/s"),
+    *("server", "role", "#p50", "#sessions", "lease", "#pulls", "#hits", "#event lag", "tiers", "#not open", "#held"),
+    *("#rooms", "#failed", "#p99", "#rooms/min", "#GB/s"),
 )
 _FAILED_LOOKED_AT = 256
 _SLOWEST_LISTED = 5
