@@ -142,7 +142,8 @@ class Turns:
 
     def _rest(self) -> None:
         loop = asyncio.get_running_loop()
-        if self._ended is _NEVER or not self.hurries:  # no step of a call: a session's piece has no longer rest
+        if self._ended is _NEVER or not self.hurries:
+            # No step of a call: what a session brings is not to wait longer, however many bring much.
             loop.call_later(time.thread_time() - self._began[1], self._next)
             return
         wall, own = self._ended[0] - self._began[0], self._ended[1] - self._began[1]

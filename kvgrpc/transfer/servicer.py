@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import grpc
@@ -61,10 +63,12 @@ class TransferServicer(TransferServiceServicer):
 
     async def ListSessions(self, request: pb.ListSessionsRequest, context: object) -> pb.ListSessionsResponse:
         after = read_page_token(_SESSIONS, request.page_token)
-        rows = sorted((row for row in self._manager.sessions() if str(row.peer) > after), key=lambda row: str(row.peer))
+        rows = [row for row in await in_pieces(_by_peer(self._manager.sessions())) if row[0] > after]
         size = page_size(request.page_size)
-        token = page_token(_SESSIONS, str(rows[size - 1].peer)) if len(rows) > size else ""
-        return pb.ListSessionsResponse(sessions=[_session_to_pb(row) for row in rows[:size]], next_page_token=token)
+        page = heapq.nsmallest(size, rows, key=itemgetter(0))
+        token = page_token(_SESSIONS, page[-1][0]) if len(rows) > size else ""
+        sessions = await in_pieces(_session_to_pb(row) for _, row in page)
+        return pb.ListSessionsResponse(sessions=sessions, next_page_token=token)
 
     async def ListRooms(self, request: pb.ListRoomsRequest, context: object) -> pb.ListRoomsResponse:
         states = _states(request.states)
@@ -210,6 +214,10 @@ async def _listed(rows: Iterable[RoomRow], total: int) -> pb.ListRoomsResponse:
 
 def _invalid(field: str, value: object, rule: str) -> InvalidRequest:
     return InvalidRequest.of(field, value, rule)
+
+
+def _by_peer(rows: Iterable[SessionRow]) -> Iterator[tuple[str, SessionRow]]:
+    return ((str(row.peer), row) for row in rows)
 
 
 def _session_to_pb(row: SessionRow) -> pb.Session:

@@ -9,7 +9,7 @@ frames of many, writes by evidence) is docs/session.md; docs/architecture.md say
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from msgspec import Struct
@@ -125,7 +125,8 @@ class Runtime(Protocol):
     def depths(self) -> Mapping[str, int]:
         """Returns how much waits, is on its way, or was refused, by the names in kvgrpc.observability.ranks.DEPTHS."""
 
-    def sessions(self) -> list[SessionRow]: ...
+    def sessions(self) -> Iterable[SessionRow]:
+        """Of those that there are now, each made when it is asked for."""
 
     async def newest_failed(
         self, count: int, wanted: Callable[[RoomRow], bool] | None = None

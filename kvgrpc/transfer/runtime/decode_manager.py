@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 
 import grpc
@@ -173,9 +173,9 @@ class DecodeManager(TransferManager[DecodeRoom]):
 
     # Tables.
 
-    def sessions(self) -> list[SessionRow]:
+    def sessions(self) -> Iterator[SessionRow]:
         seconds = self.config.timing.tick_seconds
-        return [
+        return (
             SessionRow(
                 pair.ref,
                 pair.address,
@@ -186,8 +186,8 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 len(pair.pending_rooms),
                 self._hand_offs.of_pair(pair.ref),
             )
-            for pair in self.core.pairs.values()
-        ]
+            for pair in tuple(self.core.pairs.values())
+        )
 
     def _peers(self, room: DecodeRoom) -> Sequence[RankRef]:
         if len(room.parts) == 1:

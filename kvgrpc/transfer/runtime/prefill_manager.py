@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from kvgrpc.dataplane.base import MAX_ADDRESS_BYTES, DataPlane, Outcome
 from kvgrpc.errors import (
@@ -234,9 +234,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
 
     # Tables.
 
-    def sessions(self) -> list[SessionRow]:
+    def sessions(self) -> Iterator[SessionRow]:
         seconds = self.config.timing.tick_seconds
-        return [
+        return (
             SessionRow(
                 pair.ref,
                 self._sessions[pair].caller if pair in self._sessions else "",
@@ -247,8 +247,8 @@ class PrefillManager(TransferManager[PrefillRoom]):
                 len(pair.pending_rooms),
                 self._hand_offs.of_pair(pair.ref),
             )
-            for pair in self.core.pairs.values()
-        ]
+            for pair in tuple(self.core.pairs.values())
+        )
 
     def _keys(self) -> list[RoomKey]:
         """One of each room, to however many decode ranks it is owed."""

@@ -78,7 +78,7 @@ class RoomTables(ABC, Generic[Record]):
         self._failed = PastRooms(PAST_FAILURES)
 
     @abstractmethod
-    def sessions(self) -> list[SessionRow]: ...
+    def sessions(self) -> Iterator[SessionRow]: ...
 
     async def page_of_rooms(
         self, after: RoomKey, count: int, wanted: Callable[[RoomRow], bool] | None = None

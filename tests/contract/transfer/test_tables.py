@@ -6,13 +6,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 
 from kvgrpc.errors import KvGrpcError, Reason
-from kvgrpc.model import Layout
+from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.paging import numbers_token, page_token
 from kvgrpc.rpc import turns
 from kvgrpc.rpc.status import error_from
@@ -232,6 +233,31 @@ class TestTables:
 
         rooms = prefill.rank._loop.run(list_them(), 5.0).rooms
         assert len(rooms) >= 3 and others > 2 * len(rooms), "each is looked up in a turn, and told in one"
+
+    def test_sessions_are_sought_and_told_in_as_many_turns_as_they_take(
+        self, prefill: RankHost, decode: RankHost, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hand_off(prefill, decode, pages=[1])
+        one = next(prefill.rank.transfer.sessions())
+        rows = [replace(one, peer=RankRef(RankId(f"D-{number:02}"), 1)) for number in reversed(range(60))]
+        monkeypatch.setattr(prefill.rank.transfer, "sessions", lambda: iter(rows))
+        monkeypatch.setattr(turns, "PIECE_SECONDS", 0.0)  # each session takes a turn of its own
+        others = 0
+
+        async def list_them(token: str = "") -> pb.ListSessionsResponse:
+            nonlocal others
+            request = pb.ListSessionsRequest(page_size=50, page_token=token)
+            listing = asyncio.ensure_future(TransferServicer(prefill.rank.transfer).ListSessions(request, None))
+            while not listing.done():
+                others += 1
+                await asyncio.sleep(0)
+            return await listing
+
+        first = prefill.rank._loop.run(list_them(), 20.0)
+        assert others > 60 + 50, "each is looked up in a turn, and told in one"
+        second = prefill.rank._loop.run(list_them(first.next_page_token), 20.0)
+        told = [each.peer.rank.engine for each in (*first.sessions, *second.sessions)]
+        assert told == [f"D-{number:02}" for number in range(60)] and not second.next_page_token
 
     @pytest.mark.parametrize("side", ["prefill", "decode"])
     def test_a_room_that_went_well_stays_listed_with_its_stages(
