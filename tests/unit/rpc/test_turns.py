@@ -130,13 +130,13 @@ class Steps:
 
 
 @pytest.mark.parametrize("hurries", [False, True])
-async def test_while_hand_offs_go_on_a_turn_of_the_loop_has_one_step_of_all_calls(hurries: bool) -> None:
+async def test_while_hand_offs_go_on_a_turn_of_the_loop_has_few_steps_of_all_calls(hurries: bool) -> None:
     steps = Steps()
     if hurries:
         steps.turns._hurries_until = float("inf")
     assert await steps.ended(*(steps.call("greedy", 2) for _ in range(20))) == ["greedy"] * 20
     assert sum(map(len, steps.of_turns)) == 40
-    assert (max(map(len, steps.of_turns)) == 1) is hurries
+    assert (max(map(len, steps.of_turns)) <= 2) is hurries  # two, where the turn of who counts fell in between
     assert not steps.turns._waiting
 
 
