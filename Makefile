@@ -33,8 +33,9 @@ browser := $(call of_integration,view_browser)
 languages := $(call of_integration,client_readmes generated_examples go_client grpcurl index_programs native_index prefetch_clients rust_client typescript)
 demo := $(call of_integration,demo demo_model examples)
 tools := $(call of_integration,benchmarks soak)
-# The cache, its storage and data planes: no bound in time is close there.
-CACHE := $(filter-out $(languages),$(wildcard $(patsubst %,tests/integration/test_%*.py,prefetch storage engine_cache dataplane)))
+# Of integration, where no bound in time is close: the cache, its storage and data planes, pulls, ranks of unequal sizes.
+UNTIMED := prefetch storage engine_cache dataplane pull_faults handoff_unequal sglang_st
+UNTIMED := $(filter-out $(languages),$(wildcard $(patsubst %,tests/integration/test_%*.py,$(UNTIMED))))
 ignoring = $(patsubst %,--ignore=%,$(1))
 # `make test` has two lanes, side by side: what has bounds in time, and at low priority what only takes a core. What a part says is
 # shown when it has ended. JOBS=1 runs one part after the other.
@@ -52,7 +53,7 @@ PYTEST := env -u http_proxy -u https_proxy -u HTTP_PROXY -u HTTPS_PROXY
 test-all bench: export TEST_TRACE ?= $(wildcard ../shared/traces/conversation_trace.jsonl)
 
 .PHONY: help demo test test-all test-engines test-nixl test-suites $(SUITES:%=test-%) soak mutants coverage test-clients clients $(CLIENTS) native bench bench-engines docs release-check gen lint types style contract contract-protobuf6 contract-protobuf7 lock clean worlds
-.PHONY: contract-quick integration types-beside style-beside others cache suites suites-beside
+.PHONY: contract-quick integration types-beside style-beside others untimed suites suites-beside
 
 help:  ## What there is.
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1 \t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -63,7 +64,7 @@ demo:  ## One real hand-off: prefill and decode in two processes, tokens compare
 
 test:  ## Lint, drift and all quick tests but those of the suites below (ARGS="tests/unit -k plan" for some).
 	@for each in main gen etcd protobuf7; do .ci/setup $$each; done
-	@$(if $(ARGS),$(MAKE) lint,$(MAKE) --jobs=$(JOBS) --output-sync=target integration cache)
+	@$(if $(ARGS),$(MAKE) lint,$(MAKE) --jobs=$(JOBS) --output-sync=target integration untimed)
 	@$(if $(ARGS),$(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) $(ARGS))
 
 # One lane …
@@ -71,7 +72,7 @@ contract-quick:
 	@$(call contract_on,protobuf7) tests/contract $(call ignoring,$(hostile))
 
 integration: contract-quick
-	@$(ALONE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) tests/integration $(call ignoring,$(CACHE) $(foreach suite,$(filter-out hostile,$(SUITES)),$($(suite))))
+	@$(ALONE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) tests/integration $(call ignoring,$(UNTIMED) $(foreach suite,$(filter-out hostile,$(SUITES)),$($(suite))))
 
 # … and the other one.
 types-beside:
@@ -83,8 +84,8 @@ style-beside: types-beside
 others: style-beside
 	@$(ALONE) $(BESIDE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) $(call ignoring,tests/contract tests/integration)
 
-cache: others
-	@$(ALONE) $(BESIDE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) $(CACHE)
+untimed: others
+	@$(ALONE) $(BESIDE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) $(UNTIMED)
 
 test-suites:  ## What CI runs beside `make test`: each suite (test-browser, …), tests/contract on protobuf 6; in two lanes too.
 	@for each in main gen protobuf6 protobuf7; do .ci/setup $$each; done
