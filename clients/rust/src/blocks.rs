@@ -4,23 +4,20 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use hashbrown::hash_map::Entry;
-
+use crate::entries::{Chunk, Entries, Position, Walk};
 use crate::holders::{place_of, slots_of, Holders, SetId, Slot, NOBODY};
 
 /// Of so many placements that nobody looks at, or half of all blocks, a sweep is begun.
 const LEAST_GARBAGE: u64 = 4096;
 
 pub(crate) struct Blocks {
-    /// Parts of the table by the first bits of mixed keys: none takes long to grow or to sweep.
-    shards: Vec<hashbrown::HashMap<u64, SetId>>,
-    shift: u32,
+    entries: Entries,
     holders: Holders,
     slots: Vec<State>,
     free: Vec<Slot>,
     owners: Owner,
     free_owners: Vec<Owner>,
-    /// Retired, and not swept yet; `sweeping`: those that the sweep is about, and its next shard.
+    /// Retired, and not swept yet; `sweeping`: those that the sweep is about, and its next chunk.
     retired: Vec<Slot>,
     garbage: u64,
     sweeping: Option<(Vec<u64>, Vec<Slot>, usize)>,
@@ -50,8 +47,7 @@ impl Blocks {
     /// A table in 2^`bits` parts.
     pub(crate) fn new(bits: u32) -> Self {
         Self {
-            shards: (0..1 << bits).map(|_| hashbrown::HashMap::new()).collect(),
-            shift: bits,
+            entries: Entries::new(bits),
             holders: Holders::new(),
             slots: Vec::new(),
             free: Vec::new(),
@@ -79,7 +75,13 @@ impl Blocks {
     /// The slots that hold a block.
     #[inline]
     pub(crate) fn set_of(&self, key: u64) -> SetId {
-        self.shards[self.shard_of(key)].get(&key).copied().unwrap_or(NOBODY)
+        self.walk().set_of(key)
+    }
+
+    /// Goes through blocks that mostly came in this order.
+    #[inline]
+    pub(crate) fn walk(&self) -> Walk<'_> {
+        self.entries.walk()
     }
 
     pub(crate) fn new_owner(&mut self) -> Owner {
@@ -116,25 +118,25 @@ impl Blocks {
 
     /// A copy of each came; how many were not there before.
     pub(crate) fn store(&mut self, slot: Slot, keys: impl Iterator<Item = u64>) -> u64 {
-        let (mut appeared, mut step) = (0, Step::default());
+        let (mut appeared, mut step, mut next) = (0, Step::default(), 0);
         for key in keys {
-            let shard = self.shard_of(key);
-            let entry = self.shards[shard].entry(key);
-            let before = match &entry {
-                Entry::Occupied(found) => *found.get(),
-                Entry::Vacant(_) => NOBODY,
-            };
+            let found = self.entries.find(key, next);
+            let before = found.map_or(NOBODY, |position| self.entries.set(position));
             if step.before != Some(before) {
                 step.end(&mut self.holders);
                 let has = self.holders.has(before, slot);
                 let after = if has { before } else { self.holders.with(before, slot) };
                 step = Step { before: Some(before), after, moved: 0 };
             }
+            next = found.map_or(next, |position| position + 1);
             if step.after == before {
                 *self.slots[slot as usize].more.entry(key).or_insert(0) += 1;
                 continue;
             }
-            entry.insert(step.after);
+            match found {
+                Some(position) => self.entries.change(position, step.after),
+                None => next = self.entries.insert(key, step.after) + 1,
+            }
             step.moved += 1;
             appeared += 1;
         }
@@ -145,12 +147,12 @@ impl Blocks {
 
     /// A copy of each went. `gone` is told each that was there; how many were the last.
     pub(crate) fn remove(&mut self, slot: Slot, keys: impl Iterator<Item = u64>, mut gone: impl FnMut(u64)) -> u64 {
-        let mut vanished = 0;
+        let (mut vanished, mut next, mut out) = (0, 0, Vec::new());
         let (word, bit) = place_of(slot);
         for key in keys {
-            let shard = self.shard_of(key);
-            let Entry::Occupied(mut entry) = self.shards[shard].entry(key) else { continue };
-            let before = *entry.get();
+            let Some(position) = self.entries.find(key, next) else { continue };
+            next = position + 1;
+            let before = self.entries.set(position);
             if !self.holders.has(before, slot) {
                 continue;
             }
@@ -164,22 +166,23 @@ impl Blocks {
                 continue;
             }
             let after = self.holders.without(before, |at| if at == word { bit } else { 0 });
+            self.entries.change(position, after);
             if after == NOBODY {
-                entry.remove();
+                out.push(position);
             } else {
-                entry.insert(after);
                 self.holders.used(after, 1);
             }
             self.holders.unused(before, 1);
             vanished += 1;
         }
+        self.entries.remove(&mut out);
         self.sweep_some();
         vanished
     }
 
     /// Blocks that somebody holds; for some time after a slot was retired, more.
     pub(crate) fn len(&self) -> u64 {
-        self.shards.iter().map(|shard| shard.len() as u64).sum()
+        self.entries.len()
     }
 
     /// The table as it is now.
@@ -187,18 +190,10 @@ impl Blocks {
         let more =
             |(slot, state): (usize, &State)| (!state.more.is_empty()).then(|| (slot as Slot, state.more.clone()));
         BlocksCut {
-            shards: self.shards.clone(),
+            chunks: self.entries.chunks().to_vec(),
             sets: self.holders.all().map(|(set, words)| (set, words.to_vec())).collect(),
             more: self.slots.iter().enumerate().filter_map(more).collect(),
         }
-    }
-
-    #[inline]
-    fn shard_of(&self, key: u64) -> usize {
-        if self.shift == 0 {
-            return 0;
-        }
-        (key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (64 - self.shift)) as usize
     }
 
     /// One part of what a sweep is about, where there is one or much to be swept.
@@ -216,22 +211,21 @@ impl Blocks {
             self.garbage = 0;
             self.sweeping = Some((mask, slots, 0));
         }
-        let Some((mask, slots, shard)) = &mut self.sweeping else { return };
+        let Some((mask, slots, chunk)) = &mut self.sweeping else { return };
         let is_out = |word: u32| mask.get(word as usize).copied().unwrap_or(0);
         let holders = &mut self.holders;
-        self.shards[*shard].retain(|_, set| {
-            let after = holders.without(*set, is_out);
-            if after != *set {
+        let is_swept = self.entries.sweep(*chunk, |before| {
+            let after = holders.without(before, is_out);
+            if after != before {
                 if after != NOBODY {
                     holders.used(after, 1);
                 }
-                holders.unused(*set, 1);
-                *set = after;
+                holders.unused(before, 1);
             }
-            after != NOBODY
+            after
         });
-        *shard += 1;
-        if *shard == self.shards.len() {
+        *chunk += 1;
+        if !is_swept {
             self.free.append(slots);
             self.sweeping = None;
         }
@@ -240,7 +234,7 @@ impl Blocks {
 
 /// A table at one moment.
 pub(crate) struct BlocksCut {
-    shards: Vec<hashbrown::HashMap<u64, SetId>>,
+    chunks: Vec<Chunk>,
     sets: Vec<(SetId, Vec<(u32, u64)>)>,
     more: HashMap<Slot, HashMap<u64, u32>>,
 }
@@ -263,17 +257,19 @@ impl BlocksCut {
     pub(crate) fn by_set(&mut self) -> BySet {
         let sets = self.sets.iter().map(|(set, _)| *set as usize + 1).max().unwrap_or(1);
         let mut ends = vec![0; sets];
-        for set in self.shards.iter().flat_map(hashbrown::HashMap::values) {
-            ends[*set as usize] += 1;
+        for (_, set) in self.chunks.iter().flat_map(Chunk::taken) {
+            ends[set as usize] += 1;
         }
         for set in 1..sets {
             ends[set] += ends[set - 1];
         }
         let mut next: Vec<usize> = std::iter::once(0).chain(ends.iter().copied()).collect();
         let mut blocks = vec![0; ends.last().copied().unwrap_or(0)];
-        for (block, set) in std::mem::take(&mut self.shards).into_iter().flatten() {
-            blocks[next[set as usize]] = block;
-            next[set as usize] += 1;
+        for chunk in std::mem::take(&mut self.chunks) {
+            for (block, set) in chunk.taken() {
+                blocks[next[set as usize]] = block;
+                next[set as usize] += 1;
+            }
         }
         BySet { blocks, ends }
     }

@@ -8,6 +8,10 @@ use tonic::transport::{Channel, Endpoint};
 use crate::refusal::Refusal;
 use crate::token::{target_of, Authorize, SHORTEST_SECRET};
 
+/// What a publisher may say before its follower has taken it. An index follows thousands, and its snapshots come all at once: with
+/// the two megabytes of tonic's clients it would hold all of them in memory while it takes one.
+const FOLLOWED_BYTES: u32 = 64 << 10;
+
 /// A channel on which every call carries a token; the generated clients take it.
 pub type AuthorizedChannel = InterceptedService<Channel, Authorize>;
 
@@ -83,6 +87,12 @@ impl Dialer {
     /// A new channel, which connects with its first call, and again with the next where that failed.
     pub fn channel(&self) -> AuthorizedChannel {
         self.authorized(self.endpoint.connect_lazy())
+    }
+
+    /// The same for who follows one of many streams.
+    pub(crate) fn following(&self) -> AuthorizedChannel {
+        let endpoint = self.endpoint.clone().initial_stream_window_size(FOLLOWED_BYTES);
+        self.authorized(endpoint.initial_connection_window_size(FOLLOWED_BYTES).connect_lazy())
     }
 
     fn authorized(&self, channel: Channel) -> AuthorizedChannel {

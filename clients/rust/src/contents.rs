@@ -209,9 +209,9 @@ impl Contents {
 
     /// How many of the first blocks it holds on the device; there or on the host; there or on a disk; anywhere.
     pub(crate) fn leading(&self, blocks: &Blocks, hashes: &[u64]) -> [usize; REACHES] {
-        let (mut ends, mut longest, mut end) = ([0; REACHES], 0, 0);
+        let (mut ends, mut longest, mut end, mut walk) = ([0; REACHES], 0, 0, blocks.walk());
         while end < hashes.len() && longest < NOWHERE {
-            let nearest = self.nearest(blocks, PREFIX_GROUP, blocks.set_of(hashes[end]));
+            let nearest = self.nearest(blocks, PREFIX_GROUP, walk.set_of(hashes[end]));
             while longest < nearest {
                 ends[longest] = end;
                 longest += 1;

@@ -69,7 +69,7 @@ impl Calls for Publisher {
     type Call = Streaming<WatchResponse>;
 
     async fn watch(&mut self, request: WatchRequest) -> Result<Self::Call, Status> {
-        let channel = self.channel.get_or_insert_with(|| self.dialer.channel()).clone();
+        let channel = self.channel.get_or_insert_with(|| self.dialer.following()).clone();
         Ok(EventServiceClient::new(channel).watch(request).await?.into_inner())
     }
 

@@ -25,6 +25,7 @@ mod blocks;
 mod cache;
 mod connection;
 mod contents;
+mod entries;
 mod fields;
 mod follower;
 mod groups;

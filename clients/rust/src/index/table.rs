@@ -190,10 +190,14 @@ impl Table {
             let tokens = found.ends[REACHES - 1] as u64 * u64::from(followed.kept.contents.page_tokens.max(1));
             (Reverse(tokens), Reverse(found.ends[0]))
         };
-        scores.sort_unstable_by(|a, b| order(a).cmp(&order(b)).then_with(|| a.1.key.cmp(&b.1.key)));
-        if wanted.most > 0 {
+        let by_worth = |a: &(Found, &Followed), b: &(Found, &Followed)| {
+            order(a).cmp(&order(b)).then_with(|| a.1.key.cmp(&b.1.key))
+        };
+        if wanted.most > 0 && wanted.most < scores.len() {
+            scores.select_nth_unstable_by(wanted.most, by_worth);
             scores.truncate(wanted.most);
         }
+        scores.sort_unstable_by(by_worth);
         Ok(scores.iter().map(|(found, followed)| to_score(found, followed, wanted.freshness, now)).collect())
     }
 
@@ -232,7 +236,8 @@ impl Table {
             self.found(hashes, stride, step, is_asked, &mut scores);
             let mut ends: HashMap<&CacheKey, [usize; REACHES]> =
                 scores.iter().map(|(found, followed)| (&followed.key, found.ends)).collect();
-            let sets: Vec<SetId> = strided(hashes, stride).map(|hash| self.blocks.set_of(*hash)).collect();
+            let mut walk = self.blocks.walk();
+            let sets: Vec<SetId> = strided(hashes, stride).map(|hash| walk.set_of(*hash)).collect();
             for followed in caches {
                 let ends = ends.remove(&followed.key).unwrap_or_default();
                 let lendable = followed.kept.contents.on_host(&self.blocks, &sets).min(ends[HOST]);
@@ -291,9 +296,9 @@ impl Table {
     fn leading(&self, hashes: &[u64], stride: usize, is_asked: impl Fn(&Followed) -> bool) -> Vec<Found> {
         let (mut ended, mut alive) = (Vec::new(), Vec::new());
         let mut nearest = vec![NOWHERE as u8; self.caches.len()];
-        let (mut before, mut end) = (NOBODY, 0);
+        let (mut before, mut end, mut walk) = (NOBODY, 0, self.blocks.walk());
         for hash in strided(hashes, stride) {
-            let set = self.blocks.set_of(*hash);
+            let set = walk.set_of(*hash);
             if set != before || end == 0 {
                 before = set;
                 for slot in self.blocks.holders().slots(set) {
