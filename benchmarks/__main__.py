@@ -20,6 +20,7 @@ from benchmarks.rows import (
     cache,
     control,
     dataplane,
+    direct_index,
     engine_calls,
     events,
     handoff,
@@ -91,6 +92,7 @@ def all_benchmarks(plan: Plan) -> list[Benchmark]:
         events,
         index,
         native_index,
+        direct_index,
     )
     families = every if plan.against == "seed" else (*against_any, storage)
     return [benchmark for family in families for benchmark in family.benchmarks(plan)]

@@ -17,12 +17,9 @@ use tonic::{Request, Response, Status};
 #[path = "support/layout.rs"]
 mod layout;
 
-use layout::{engine_name, Layout};
+use layout::{engine_name, Layout, BLOCKS_OF_A_BATCH, MADE};
 
 const BLOCKS_OF_A_PART: usize = 8192;
-/// Batches of one engine, told again and again.
-const MADE: u64 = 256;
-const BLOCKS_OF_A_BATCH: u64 = 8;
 
 struct Fleet {
     layout: Layout,
@@ -136,11 +133,9 @@ fn hashes(out: &mut Vec<u8>, hashes: &[u64]) {
     }
 }
 
-/// Each stores 8 blocks, and removes those that the one before it stored.
 fn made(engine: u64) -> Vec<Vec<u8>> {
-    let key = |at: u64, block: u64| layout::mix((1 << 62) | (engine << 40) | ((at % MADE) * BLOCKS_OF_A_BATCH + block));
-    let of = |at: u64| (0..BLOCKS_OF_A_BATCH).map(|block| key(at, block)).collect::<Vec<_>>();
-    (0..MADE).map(|at| batch(&of(at + MADE - 1), &of(at), 16 * BLOCKS_OF_A_BATCH as u16)).collect()
+    let encoded = |(gone, stored): (Vec<u64>, Vec<u64>)| batch(&gone, &stored, 16 * BLOCKS_OF_A_BATCH as u16);
+    layout::made(engine).into_iter().map(encoded).collect()
 }
 
 #[tokio::main]

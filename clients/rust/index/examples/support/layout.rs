@@ -2,6 +2,9 @@
 
 /// Blocks of a conversation.
 pub const CHAIN: u64 = 512;
+/// How many batches `made` makes, and what each stores.
+pub const MADE: u64 = 256;
+pub const BLOCKS_OF_A_BATCH: u64 = 8;
 /// Of a conversation the first engines hold all, some half, and all of them the prompt that all share.
 const HELD: [(u64, u64); 3] = [(4, CHAIN), (16, 256), (u64::MAX, 64)];
 
@@ -40,10 +43,20 @@ impl Layout {
     }
 }
 
+/// Batches of one engine, told again and again: the blocks that go, and those that come. Each stores 8 blocks, and removes those
+/// that the one before it stored.
+#[allow(dead_code)]
+pub fn made(engine: u64) -> Vec<(Vec<u64>, Vec<u64>)> {
+    let key = |at: u64, block: u64| mix((1 << 62) | (engine << 40) | ((at % MADE) * BLOCKS_OF_A_BATCH + block));
+    let of = |at: u64| (0..BLOCKS_OF_A_BATCH).map(|block| key(at, block)).collect();
+    (0..MADE).map(|at| (of(at + MADE - 1), of(at))).collect()
+}
+
 pub fn key(chain: u64, at: u64) -> u64 {
     mix(chain * CHAIN + at)
 }
 
+#[allow(dead_code)]
 pub fn engine_name(engine: u64) -> String {
     format!("engine{engine}")
 }
