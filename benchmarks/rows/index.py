@@ -22,7 +22,15 @@ from kvgrpc.events.following.follower import FollowerCore
 from kvgrpc.events.following.index_servicer import IndexServicer
 from kvgrpc.events.following.messages import Mode
 from kvgrpc.events.following.planning import Placement, Planner, PlanQuestion
-from kvgrpc.events.following.sources import CacheScore, Question, SourcesPage, SourceTable, Wanted
+from kvgrpc.events.following.sources import (
+    NO_LABELS,
+    CacheScore,
+    LabelSet,
+    Question,
+    SourcesPage,
+    SourceTable,
+    Wanted,
+)
 from kvgrpc.events.log.digest import mix
 from kvgrpc.model import EngineLoad
 from kvgrpc.rpc.interceptors import interceptors_of
@@ -330,8 +338,10 @@ class _Table:
     def ask(self, question: Question, wanted: Wanted) -> list[CacheScore]:
         return self._table.score(question, wanted, 0.0)
 
-    def page_sizes(self, wanted: Wanted, model: str = "", field: str = "model") -> set[int]:
-        return self._table.page_sizes(wanted, model, field)
+    def page_sizes(
+        self, wanted: Wanted, model: str = "", field: str = "model", labels: LabelSet = NO_LABELS
+    ) -> set[int]:
+        return self._table.page_sizes(wanted, model, field, labels)
 
     def plan_in_steps(
         self, questions: Sequence[PlanQuestion], wanted: Wanted, *, reserve: bool = False

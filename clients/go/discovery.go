@@ -91,7 +91,7 @@ func (index *PrefixIndex) engineChanged(ctx context.Context, name string) {
 		for _, row := range engine.publishers() {
 			key := cacheKey{name, row.GetRank().GetRank().GetDp()}
 			if address := row.GetEndpoints().GetGrpc(); address != "" {
-				now[key] = cachePlace{address, engine.head.GetModel().GetName()}
+				now[key] = cachePlace{address, engine.head.GetModel().GetName(), row.GetLabels()}
 			} else {
 				index.lacking[key.String()] = "it serves events, and its row names no gRPC address"
 			}
@@ -206,7 +206,7 @@ func (index *PrefixIndex) streamsOf(ctx context.Context, address string) (map[ca
 func (index *PrefixIndex) follow(ctx context.Context, places map[cacheKey]cachePlace) {
 	for key, place := range places {
 		known := index.followers[key]
-		if known != nil && known.cachePlace == place {
+		if known != nil && known.is(place) {
 			continue
 		}
 		index.unfollow(key)

@@ -2,6 +2,7 @@ package kvgrpc
 
 import (
 	"context"
+	"maps"
 	"sync"
 	"time"
 
@@ -19,10 +20,25 @@ type cacheKey struct {
 	dp     uint32
 }
 
-// cachePlace is where a cache is asked for, and what its engine runs; "": not known.
+// cachePlace is where a cache is asked for, and what the registry says of its rank; "": not known.
 type cachePlace struct {
 	address string
 	model   string
+	labels  map[string]string
+}
+
+func (place cachePlace) is(other cachePlace) bool {
+	return place.address == other.address && place.model == other.model && maps.Equal(place.labels, other.labels)
+}
+
+// hasLabels says whether all of these are there.
+func (place cachePlace) hasLabels(labels map[string]string) bool {
+	for name, value := range labels {
+		if known, is := place.labels[name]; !is || known != value {
+			return false
+		}
+	}
+	return true
 }
 
 // followed is one cache of a PrefixIndex: what it holds, and how fresh that is. What it shows is a state that the cache had.
@@ -199,7 +215,7 @@ func (followed *followed) source(now time.Time) Source {
 	followed.mutex.RLock()
 	defer followed.mutex.RUnlock()
 	source := Source{
-		Engine: followed.engine, DP: followed.dp, Address: followed.address, Model: followed.model,
+		Engine: followed.engine, DP: followed.dp, Address: followed.address, Model: followed.model, Labels: maps.Clone(followed.labels),
 		Freshness: followed.freshness(now), LastError: followed.lastError,
 	}
 	if followed.known {

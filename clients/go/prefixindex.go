@@ -34,6 +34,8 @@ type Question struct {
 	StepTokens int
 	// Model names what engines run, by ModelIdentity.name at the registry; "": any, if all that are asked run one.
 	Model string
+	// Labels leaves out caches of ranks that lack one of these at the registry.
+	Labels map[string]string
 	// Engines are the only ones that are told; none: all.
 	Engines []string
 	// Most is how many scores are told, the best; 0: all.
@@ -64,6 +66,7 @@ type Source struct {
 	DP         uint32
 	Address    string
 	Model      string
+	Labels     map[string]string
 	Freshness  *kvgrpcv1.Freshness
 	Blocks     map[Place]int
 	PageTokens int
@@ -173,7 +176,7 @@ func (index *PrefixIndex) asked(question Question) ([]*followed, error) {
 		if len(question.Engines) > 0 && !slices.Contains(question.Engines, key.engine) {
 			continue
 		}
-		if question.Model != "" && each.model != question.Model {
+		if !each.hasLabels(question.Labels) || (question.Model != "" && each.model != question.Model) {
 			continue
 		}
 		if each.model != "" && !slices.Contains(models, each.model) {

@@ -32,6 +32,24 @@ func changed(ranks uint32, rows ...*kvgrpcv1.RankRow) *kvgrpcv1.WatchEnginesResp
 	return &kvgrpcv1.WatchEnginesResponse{Changes: []*kvgrpcv1.EngineChange{{Engine: engine}}}
 }
 
+func TestLabelsLeaveOutCachesWhoseRankLacksOne(t *testing.T) {
+	index := &PrefixIndex{followers: map[cacheKey]*followed{}}
+	for engine, labels := range map[string]map[string]string{"A": {"zone": "x", "rack": "1"}, "B": {"zone": "y"}, "C": nil} {
+		key := cacheKey{engine, 0}
+		index.followers[key] = &followed{cacheKey: key, cachePlace: cachePlace{model: engine, labels: labels}}
+	}
+	// Those that are asked are of one model then.
+	for zone, expected := range map[string]string{"x": "A", "y": "B"} {
+		asked, err := index.asked(Question{Labels: map[string]string{"zone": zone}})
+		if err != nil || len(asked) != 1 || asked[0].engine != expected {
+			t.Error(zone, asked, err)
+		}
+	}
+	if asked, err := index.asked(Question{Labels: map[string]string{"zone": "x", "rack": ""}}); err != nil || len(asked) > 0 {
+		t.Error(asked, err)
+	}
+}
+
 func TestAFullStateTakesThePlaceOfWhatWasKnownOnceItIsComplete(t *testing.T) {
 	mirror := newEngineMirror()
 	full := changed(2, rowOf(0, 0, 1, "a:1"), rowOf(0, 1, 1, "a:2"))

@@ -8,8 +8,9 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from kvgrpc.client.aio import Client
 from kvgrpc.client.engine_mirror import EngineMirror
@@ -22,7 +23,16 @@ from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.events.following.planning import Placement, Planner, PlanQuestion
 from kvgrpc.events.following.prompts import sglang_hashes, sglang_lora_id, vllm_hashes
 from kvgrpc.events.following.saved import SavedCache
-from kvgrpc.events.following.sources import CacheScore, Question, Source, SourcesPage, SourceTable, Wanted
+from kvgrpc.events.following.sources import (
+    NO_LABELS,
+    CacheScore,
+    LabelSet,
+    Question,
+    Source,
+    SourcesPage,
+    SourceTable,
+    Wanted,
+)
 from kvgrpc.net import check_target
 from kvgrpc.observability import metrics
 from kvgrpc.observability.logging import RateLimited
@@ -50,6 +60,7 @@ KNOWN_PART, KNOWN_WITHIN_SECONDS = 0.9, 60.0
 _BEGIN_AT_ONCE = 16
 _Cache = tuple[str, int]
 EVERY_CACHE = Wanted()
+ANY_LABELS: Mapping[str, str] = MappingProxyType({})
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +69,7 @@ _log = logging.getLogger(__name__)
 class _Place:
     address: str
     model: str
+    labels: LabelSet = NO_LABELS
 
 
 class PrefixIndex:
@@ -190,15 +202,22 @@ class PrefixIndex:
             _log.warning("dp%d of %s was not saved whole: its snapshot is taken anew", saved.dp, saved.engine)
 
     def score(
-        self, hashes: Sequence[int], engines: Collection[str] = (), most: int = 0, *, model: str = ""
+        self,
+        hashes: Sequence[int],
+        engines: Collection[str] = (),
+        most: int = 0,
+        *,
+        model: str = "",
+        labels: Mapping[str, str] = ANY_LABELS,
     ) -> list[CacheScore]:
         """The caches (of these engines; none named: of all) that hold the first block, those with most blocks first.
 
         At most ``most``; 0: all. Hashes are unsigned 64-bit: those of a prompt by ``sglang_hashes`` or ``vllm_hashes``,
-        ``kvgrpc.events.log.digest.hash_key`` of what events say. ``model``: only of engines that run it. Raises
-        InvalidRequest where none is named and the caches are of several: hashes do not tell them apart.
+        ``kvgrpc.events.log.digest.hash_key`` of what events say. ``model``: only of engines that run it;
+        ``labels``: only of ranks that have all of these at the registry. Raises InvalidRequest where no model is named
+        and the caches are of several: hashes do not tell them apart.
         """
-        return self.ask(Question({0: hashes}, model), Wanted(engines, most))
+        return self.ask(Question({0: hashes}, model, labels=frozenset(labels.items())), Wanted(engines, most))
 
     def ask(self, question: Question, wanted: Wanted) -> list[CacheScore]:
         """As ``score``, with all that can be asked."""
@@ -222,9 +241,11 @@ class PrefixIndex:
         Close it where it is not gone through: what it reserved is taken back then."""
         return self._planner.in_steps(questions, time.monotonic(), wanted=wanted, reserve=reserve)
 
-    def page_sizes(self, wanted: Wanted, model: str = "", field: str = "model") -> set[int]:
+    def page_sizes(
+        self, wanted: Wanted, model: str = "", field: str = "model", labels: LabelSet = NO_LABELS
+    ) -> set[int]:
         """Tokens of a block of the caches that would be asked, where they told it."""
-        return self._table.page_sizes(wanted, model, field)
+        return self._table.page_sizes(wanted, model, field, labels)
 
     def sources(self) -> list[Source]:
         """All caches that are followed, by engine and dp."""
@@ -292,7 +313,9 @@ class PrefixIndex:
             head, rows = known
             for row in filter(_publishes, rows):
                 if row.endpoints.grpc:
-                    now[name, row.rank.rank.dp] = _Place(row.endpoints.grpc, head.model.name)
+                    now[name, row.rank.rank.dp] = _Place(
+                        row.endpoints.grpc, head.model.name, frozenset(row.labels.items())
+                    )
                 else:
                     self._lack(f"{name} dp{row.rank.rank.dp}", "it serves events, and its row names no gRPC address")
             self._listed[name] = now
@@ -409,7 +432,9 @@ class PrefixIndex:
             raise
         self._saved.pop(cache, None)
         self._followers[cache] = follower, place
-        self._table.add(engine, dp, follower.core, place.address, live=self._live, model=place.model)
+        self._table.add(
+            engine, dp, follower.core, place.address, live=self._live, model=place.model, labels=place.labels
+        )
 
     async def _unfollow(self, cache: _Cache) -> None:
         follower = self._followers.pop(cache, None)

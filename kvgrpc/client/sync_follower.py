@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvgrpc.client.follower import EventFollower
-from kvgrpc.client.prefix_index import EVERY_CACHE, PrefixIndex
+from kvgrpc.client.prefix_index import ANY_LABELS, EVERY_CACHE, PrefixIndex
 from kvgrpc.events.following.index import Match
 from kvgrpc.events.following.messages import FollowerCounts, FollowerState
 from kvgrpc.events.following.planning import Placement, PlanQuestion
@@ -133,10 +133,16 @@ class SyncPrefixIndex:
         self._loop.run(self._index.close(), _ASK_SECONDS)
 
     def score(
-        self, hashes: Sequence[int], engines: Collection[str] = (), most: int = 0, *, model: str = ""
+        self,
+        hashes: Sequence[int],
+        engines: Collection[str] = (),
+        most: int = 0,
+        *,
+        model: str = "",
+        labels: Mapping[str, str] = ANY_LABELS,
     ) -> list[CacheScore]:
         """See ``PrefixIndex.score``."""
-        return _on(self._loop, lambda: self._index.score(hashes, engines, most, model=model))
+        return _on(self._loop, lambda: self._index.score(hashes, engines, most, model=model, labels=labels))
 
     def ask(self, question: Question, wanted: Wanted) -> list[CacheScore]:
         """See ``PrefixIndex.ask``."""

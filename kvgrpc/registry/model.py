@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankId, RankRef, Role
+from kvgrpc.registry.labels import Labels
 
 # Seconds that a lease lives without a renewal.
 DEFAULT_TTL = 10.0
@@ -37,6 +38,7 @@ class RankRow:
     engine_selects_dp: bool = False
     model: ModelIdentity = UNKNOWN_MODEL
     serves_events: bool = False
+    labels: Labels = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,7 @@ def row_differences(known: RankRow, offered: RankRow) -> dict[str, str]:
             differences[f"endpoints.{field}"] = _both(
                 getattr(known.endpoints, field), getattr(offered.endpoints, field)
             )
-    for field in ("data_plane", "engine_selects_dp", "serves_events"):
+    for field in ("data_plane", "engine_selects_dp", "serves_events", "labels"):
         if getattr(known, field) != getattr(offered, field):
             differences[field] = _both(getattr(known, field), getattr(offered, field))
     if known.pools != offered.pools:

@@ -13,6 +13,7 @@ from kvgrpc import wire
 from kvgrpc.errors import InvalidRequest, Violation
 from kvgrpc.model import MAX_REGIONS, Pool, RankRef, Role, check_pools, check_rank, raise_if
 from kvgrpc.registry.addresses import check_advertised, check_events_endpoint
+from kvgrpc.registry.labels import wrong_labels
 from kvgrpc.registry.model import (
     AbsentRank,
     Endpoints,
@@ -110,7 +111,8 @@ def row_to_bytes(row: RankRow, pools: PoolCache | None) -> bytes:
         engine_selects_dp=row.engine_selects_dp,
         model=wire.model_to_pb(row.model),
         serves_events=row.serves_events,
-    ).SerializeToString()
+        labels=dict(row.labels),
+    ).SerializeToString(deterministic=True)
     return message + joined(pb.RankRow, "pools", () if pools is None else map(pools.encode, row.pools))
 
 
@@ -141,6 +143,7 @@ def row_from_pb(message: pb.RankRow, pools: PoolCache, path: str = "row") -> Ran
         engine_selects_dp=message.engine_selects_dp,
         model=wire.model_from_pb(message.model),
         serves_events=message.serves_events,
+        labels=tuple(sorted(message.labels.items())),
     )
 
 
@@ -272,6 +275,7 @@ def _check_row(row: RankRow, path: str) -> None:
     if row.layout.ranks > MAX_ENGINE_RANKS:
         ranks = row.layout.ranks
         violations.append(Violation(f"{path}.layout", f"at most {MAX_ENGINE_RANKS} ranks", ranks))
+    violations.extend(wrong_labels(dict(row.labels), f"{path}.labels"))
     raise_if(violations)
 
 

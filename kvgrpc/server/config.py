@@ -72,6 +72,9 @@ class RankConfig:
     on its own port), or "" for none."""
     bootstrap_allow: tuple[str, ...] = ()
     """Hosts and CIDRs of registries that a request may name besides loopback and ``registry``."""
+    labels: tuple[str, ...] = ()
+    """What the registry is to say of this rank to whoever chooses among engines, at most 16 times "NAME=VALUE"
+    (zone=a). A router asks an index for the caches of ranks with some of them."""
     engine_selects_dp: bool = False
     """The balancer of a prefill engine chooses the dp rank of a request, and not room % dp."""
     events: object = None

@@ -264,10 +264,31 @@ class ScorePrompt(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     SGLANG_FIELD_NUMBER: _builtins.int
     VLLM_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Only caches of engines that run this model, by ModelIdentity.name at the registry; empty: of any, where all that are
     asked run one. An engine whose model is not known is found without a name only.
@@ -284,6 +305,12 @@ class ScorePrompt(_message.Message):
     def vllm(self) -> Global___VllmPrompt:
         """As tokens of a vLLM engine."""
 
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Only caches of ranks that have all of these labels at the registry, at most 16; empty: of any. Of caches that were named, and
+        not found at a registry, no label is known.
+        """
+
     def __init__(
         self,
         *,
@@ -291,10 +318,11 @@ class ScorePrompt(_message.Message):
         sglang: Global___SglangPrompt | None = ...,
         vllm: Global___VllmPrompt | None = ...,
         model: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "prefix", b"prefix", "sglang", b"sglang", "vllm", b"vllm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "model", b"model", "prefix", b"prefix", "sglang", b"sglang", "vllm", b"vllm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "labels", b"labels", "model", b"model", "prefix", b"prefix", "sglang", b"sglang", "vllm", b"vllm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prefix: _TypeAlias = _typing.Literal["block_hashes", "sglang", "vllm"]  # noqa: Y015
     _WhichOneofArgType_prefix: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
@@ -633,6 +661,26 @@ class IndexSource(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ENGINE_FIELD_NUMBER: _builtins.int
     DP_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
@@ -647,6 +695,7 @@ class IndexSource(_message.Message):
     DIGESTS_DIFFERENT_FIELD_NUMBER: _builtins.int
     LAST_ERROR_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Name of the engine."""
     dp: _builtins.int
@@ -679,6 +728,10 @@ class IndexSource(_message.Message):
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBlocks]:
         """Blocks of each tier that holds some, ordered by medium."""
 
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The labels of its rank, as the registry knows them."""
+
     def __init__(
         self,
         *,
@@ -696,10 +749,11 @@ class IndexSource(_message.Message):
         digests_different: _builtins.int = ...,
         last_error: _builtins.str = ...,
         model: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["freshness", b"freshness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "digests_different", b"digests_different", "digests_equal", b"digests_equal", "dp", b"dp", "engine", b"engine", "freshness", b"freshness", "last_error", b"last_error", "live", b"live", "model", b"model", "new_logs", b"new_logs", "page_tokens", b"page_tokens", "replays", b"replays", "snapshots", b"snapshots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "digests_different", b"digests_different", "digests_equal", b"digests_equal", "dp", b"dp", "engine", b"engine", "freshness", b"freshness", "labels", b"labels", "last_error", b"last_error", "live", b"live", "model", b"model", "new_logs", b"new_logs", "page_tokens", b"page_tokens", "replays", b"replays", "snapshots", b"snapshots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

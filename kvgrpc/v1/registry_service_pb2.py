@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from kvgrpc.v1 import common_pb2 as kvgrpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvgrpc/v1/registry_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvgrpc/v1/common.proto\"T\n\tEndpoints\x12\x12\n\x04grpc\x18\x01 \x01(\tR\x04grpc\x12\x1d\n\nevents_pub\x18\x02 \x01(\tR\teventsPub\x12\x14\n\x05\x63\x61\x63he\x18\x03 \x01(\tR\x05\x63\x61\x63he\"\x86\x03\n\x07RankRow\x12&\n\x04rank\x18\x01 \x01(\x0b\x32\x12.kvgrpc.v1.RankRefR\x04rank\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvgrpc.v1.RoleR\x04role\x12\x32\n\tendpoints\x18\x03 \x01(\x0b\x32\x14.kvgrpc.v1.EndpointsR\tendpoints\x12)\n\x06layout\x18\x04 \x01(\x0b\x32\x11.kvgrpc.v1.LayoutR\x06layout\x12)\n\x05pools\x18\x05 \x03(\x0b\x32\x13.kvgrpc.v1.PagePoolR\x05pools\x12\x1d\n\ndata_plane\x18\x06 \x01(\tR\tdataPlane\x12*\n\x11\x65ngine_selects_dp\x18\x08 \x01(\x08R\x0f\x65ngineSelectsDp\x12.\n\x05model\x18\t \x01(\x0b\x32\x18.kvgrpc.v1.ModelIdentityR\x05model\x12#\n\rserves_events\x18\n \x01(\x08R\x0cservesEventsJ\x04\x08\x07\x10\x08\"\xca\x03\n\x06\x45ngine\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvgrpc.v1.RoleR\x04role\x12)\n\x06layout\x18\x03 \x01(\x0b\x32\x11.kvgrpc.v1.LayoutR\x06layout\x12)\n\x10registered_ranks\x18\x04 \x01(\rR\x0fregisteredRanks\x12%\n\x0e\x65xpected_ranks\x18\x05 \x01(\rR\rexpectedRanks\x12\x14\n\x05ready\x18\x06 \x01(\x08R\x05ready\x12&\n\x04rows\x18\x07 \x03(\x0b\x32\x12.kvgrpc.v1.RankRowR\x04rows\x12.\n\x05model\x18\x08 \x01(\x0b\x32\x18.kvgrpc.v1.ModelIdentityR\x05model\x12*\n\x11\x64p_lacking_events\x18\t \x03(\rR\x0f\x64pLackingEvents\x12\x36\n\rmissing_ranks\x18\n \x03(\x0b\x32\x11.kvgrpc.v1.RankIdR\x0cmissingRanks\x12\x38\n\x0c\x61\x62sent_ranks\x18\x0b \x03(\x0b\x32\x15.kvgrpc.v1.AbsentRankR\x0b\x61\x62sentRanks\"\x92\x01\n\nAbsentRank\x12&\n\x04rank\x18\x01 \x01(\x0b\x32\x12.kvgrpc.v1.RankRefR\x04rank\x12,\n\x07\x61\x62sence\x18\x02 \x01(\x0e\x32\x12.kvgrpc.v1.AbsenceR\x07\x61\x62sence\x12.\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x04time\"9\n\x0fRegisterRequest\x12&\n\x04rows\x18\x01 \x03(\x0b\x32\x12.kvgrpc.v1.RankRowR\x04rows\"\x8e\x01\n\x10RegisterResponse\x12,\n\x06leases\x18\x01 \x03(\x0b\x32\x14.kvgrpc.v1.RankLeaseR\x06leases\x12+\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\x03ttl\x12\x1f\n\x0bregistry_id\x18\x03 \x01(\tR\nregistryId\"R\n\tRankLease\x12&\n\x04rank\x18\x01 \x01(\x0b\x32\x12.kvgrpc.v1.RankRefR\x04rank\x12\x1d\n\x08lease_id\x18\x02 \x01(\x04\x42\x02\x30\x01R\x07leaseId\"3\n\x10KeepAliveRequest\x12\x1f\n\tlease_ids\x18\x01 \x03(\x04\x42\x02\x30\x01R\x08leaseIds\"p\n\x11KeepAliveResponse\x12.\n\x11unknown_lease_ids\x18\x01 \x03(\x04\x42\x02\x30\x01R\x0funknownLeaseIds\x12+\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\x03ttl\"=\n\x11\x44\x65registerRequest\x12(\n\x05ranks\x18\x01 \x03(\x0b\x32\x12.kvgrpc.v1.RankRefR\x05ranks\".\n\x12\x44\x65registerResponse\x12\x18\n\x07removed\x18\x01 \x01(\rR\x07removed\"f\n\x10GetEngineRequest\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12\x1b\n\tpage_size\x18\x02 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x03 \x01(\tR\tpageToken\"f\n\x11GetEngineResponse\x12)\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x11.kvgrpc.v1.EngineR\x06\x65ngine\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x98\x01\n\x12ListEnginesRequest\x12\x1b\n\tpage_size\x18\x01 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x0f.kvgrpc.v1.RoleR\x04role\x12!\n\x0cinclude_rows\x18\x04 \x01(\x08R\x0bincludeRows\"\x89\x01\n\x13ListEnginesResponse\x12+\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x11.kvgrpc.v1.EngineR\x07\x65ngines\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x1d\n\nwarming_up\x18\x03 \x01(\x08R\twarmingUp\"~\n\x0cRankSelector\x12\x13\n\x02\x64p\x18\x01 \x01(\rH\x00R\x02\x64p\x88\x01\x01\x12\x13\n\x02pp\x18\x02 \x01(\rH\x01R\x02pp\x88\x01\x01\x12\x13\n\x02\x63p\x18\x03 \x01(\rH\x02R\x02\x63p\x88\x01\x01\x12\x13\n\x02tp\x18\x04 \x01(\rH\x03R\x02tp\x88\x01\x01\x42\x05\n\x03_dpB\x05\n\x03_ppB\x05\n\x03_cpB\x05\n\x03_tp\"\xcd\x01\n\x13ResolveRanksRequest\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvgrpc.v1.RoleR\x04role\x12\x35\n\tselectors\x18\x03 \x03(\x0b\x32\x17.kvgrpc.v1.RankSelectorR\tselectors\x12\x1d\n\nwait_ready\x18\x04 \x01(\x08R\twaitReady\x12#\n\rwithout_pools\x18\x05 \x01(\x08R\x0cwithoutPools\"A\n\x14ResolveRanksResponse\x12)\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x11.kvgrpc.v1.EngineR\x06\x65ngine\"w\n\x13WatchEnginesRequest\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvgrpc.v1.RoleR\x04role\x12#\n\rwithout_pools\x18\x03 \x01(\x08R\x0cwithoutPools\"a\n\x0c\x45ngineChange\x12)\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x11.kvgrpc.v1.EngineR\x06\x65ngine\x12&\n\x04gone\x18\x02 \x03(\x0b\x32\x12.kvgrpc.v1.RankRefR\x04gone\"\xb2\x01\n\x14WatchEnginesResponse\x12!\n\x0cstate_begins\x18\x01 \x01(\x08R\x0bstateBegins\x12\x31\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x17.kvgrpc.v1.EngineChangeR\x07\x63hanges\x12%\n\x0estate_complete\x18\x03 \x01(\x08R\rstateComplete\x12\x1d\n\nwarming_up\x18\x04 \x01(\x08R\twarmingUp*k\n\x07\x41\x62sence\x12\x17\n\x13\x41\x42SENCE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41\x42SENCE_DEREGISTERED\x10\x01\x12\x19\n\x15\x41\x42SENCE_LEASE_RAN_OUT\x10\x02\x12\x12\n\x0e\x41\x42SENCE_FENCED\x10\x03\x32\xc0\x04\n\x0fRegistryService\x12H\n\x08Register\x12\x1a.kvgrpc.v1.RegisterRequest\x1a\x1b.kvgrpc.v1.RegisterResponse\"\x03\x90\x02\x02\x12J\n\tKeepAlive\x12\x1b.kvgrpc.v1.KeepAliveRequest\x1a\x1c.kvgrpc.v1.KeepAliveResponse(\x01\x30\x01\x12N\n\nDeregister\x12\x1c.kvgrpc.v1.DeregisterRequest\x1a\x1d.kvgrpc.v1.DeregisterResponse\"\x03\x90\x02\x02\x12K\n\tGetEngine\x12\x1b.kvgrpc.v1.GetEngineRequest\x1a\x1c.kvgrpc.v1.GetEngineResponse\"\x03\x90\x02\x01\x12Q\n\x0bListEngines\x12\x1d.kvgrpc.v1.ListEnginesRequest\x1a\x1e.kvgrpc.v1.ListEnginesResponse\"\x03\x90\x02\x01\x12T\n\x0cResolveRanks\x12\x1e.kvgrpc.v1.ResolveRanksRequest\x1a\x1f.kvgrpc.v1.ResolveRanksResponse\"\x03\x90\x02\x01\x12Q\n\x0cWatchEngines\x12\x1e.kvgrpc.v1.WatchEnginesRequest\x1a\x1f.kvgrpc.v1.WatchEnginesResponse0\x01\x42?\n\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvgrpc/v1/registry_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvgrpc/v1/common.proto\"T\n\tEndpoints\x12\x12\n\x04grpc\x18\x01 \x01(\tR\x04grpc\x12\x1d\n\nevents_pub\x18\x02 \x01(\tR\teventsPub\x12\x14\n\x05\x63\x61\x63he\x18\x03 \x01(\tR\x05\x63\x61\x63he\"\xf9\x03\n\x07RankRow\x12&\n\x04rank\x18\x01 \x01(\x0b\x32\x12.kvgrpc.v1.RankRefR\x04rank\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvgrpc.v1.RoleR\x04role\x12\x32\n\tendpoints\x18\x03 \x01(\x0b\x32\x14.kvgrpc.v1.EndpointsR\tendpoints\x12)\n\x06layout\x18\x04 \x01(\x0b\x32\x11.kvgrpc.v1.LayoutR\x06layout\x12)\n\x05pools\x18\x05 \x03(\x0b\x32\x13.kvgrpc.v1.PagePoolR\x05pools\x12\x1d\n\ndata_plane\x18\x06 \x01(\tR\tdataPlane\x12*\n\x11\x65ngine_selects_dp\x18\x08 \x01(\x08R\x0f\x65ngineSelectsDp\x12.\n\x05model\x18\t \x01(\x0b\x32\x18.kvgrpc.v1.ModelIdentityR\x05model\x12#\n\rserves_events\x18\n \x01(\x08R\x0cservesEvents\x12\x36\n\x06labels\x18\x0b \x03(\x0b\x32\x1e.kvgrpc.v1.RankRow.LabelsEntryR\x06labels\x1a\x39\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01J\x04\x08\x07\x10\x08\"\xca\x03\n\x06\x45ngine\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvgrpc.v1.RoleR\x04role\x12)\n\x06layout\x18\x03 \x01(\x0b\x32\x11.kvgrpc.v1.LayoutR\x06layout\x12)\n\x10registered_ranks\x18\x04 \x01(\rR\x0fregisteredRanks\x12%\n\x0e\x65xpected_ranks\x18\x05 \x01(\rR\rexpectedRanks\x12\x14\n\x05ready\x18\x06 \x01(\x08R\x05ready\x12&\n\x04rows\x18\x07 \x03(\x0b\x32\x12.kvgrpc.v1.RankRowR\x04rows\x12.\n\x05model\x18\x08 \x01(\x0b\x32\x18.kvgrpc.v1.ModelIdentityR\x05model\x12*\n\x11\x64p_lacking_events\x18\t \x03(\rR\x0f\x64pLackingEvents\x12\x36\n\rmissing_ranks\x18\n \x03(\x0b\x32\x11.kvgrpc.v1.RankIdR\x0cmissingRanks\x12\x38\n\x0c\x61\x62sent_ranks\x18\x0b \x03(\x0b\x32\x15.kvgrpc.v1.AbsentRankR\x0b\x61\x62sentRanks\"\x92\x01\n\nAbsentRank\x12&\n\x04rank\x18\x01 \x01(\x0b\x32\x12.kvgrpc.v1.RankRefR\x04rank\x12,\n\x07\x61\x62sence\x18\x02 \x01(\x0e\x32\x12.kvgrpc.v1.AbsenceR\x07\x61\x62sence\x12.\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x04time\"9\n\x0fRegisterRequest\x12&\n\x04rows\x18\x01 \x03(\x0b\x32\x12.kvgrpc.v1.RankRowR\x04rows\"\x8e\x01\n\x10RegisterResponse\x12,\n\x06leases\x18\x01 \x03(\x0b\x32\x14.kvgrpc.v1.RankLeaseR\x06leases\x12+\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\x03ttl\x12\x1f\n\x0bregistry_id\x18\x03 \x01(\tR\nregistryId\"R\n\tRankLease\x12&\n\x04rank\x18\x01 \x01(\x0b\x32\x12.kvgrpc.v1.RankRefR\x04rank\x12\x1d\n\x08lease_id\x18\x02 \x01(\x04\x42\x02\x30\x01R\x07leaseId\"3\n\x10KeepAliveRequest\x12\x1f\n\tlease_ids\x18\x01 \x03(\x04\x42\x02\x30\x01R\x08leaseIds\"p\n\x11KeepAliveResponse\x12.\n\x11unknown_lease_ids\x18\x01 \x03(\x04\x42\x02\x30\x01R\x0funknownLeaseIds\x12+\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\x03ttl\"=\n\x11\x44\x65registerRequest\x12(\n\x05ranks\x18\x01 \x03(\x0b\x32\x12.kvgrpc.v1.RankRefR\x05ranks\".\n\x12\x44\x65registerResponse\x12\x18\n\x07removed\x18\x01 \x01(\rR\x07removed\"f\n\x10GetEngineRequest\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12\x1b\n\tpage_size\x18\x02 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x03 \x01(\tR\tpageToken\"f\n\x11GetEngineResponse\x12)\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x11.kvgrpc.v1.EngineR\x06\x65ngine\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x98\x01\n\x12ListEnginesRequest\x12\x1b\n\tpage_size\x18\x01 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x0f.kvgrpc.v1.RoleR\x04role\x12!\n\x0cinclude_rows\x18\x04 \x01(\x08R\x0bincludeRows\"\x89\x01\n\x13ListEnginesResponse\x12+\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x11.kvgrpc.v1.EngineR\x07\x65ngines\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x1d\n\nwarming_up\x18\x03 \x01(\x08R\twarmingUp\"~\n\x0cRankSelector\x12\x13\n\x02\x64p\x18\x01 \x01(\rH\x00R\x02\x64p\x88\x01\x01\x12\x13\n\x02pp\x18\x02 \x01(\rH\x01R\x02pp\x88\x01\x01\x12\x13\n\x02\x63p\x18\x03 \x01(\rH\x02R\x02\x63p\x88\x01\x01\x12\x13\n\x02tp\x18\x04 \x01(\rH\x03R\x02tp\x88\x01\x01\x42\x05\n\x03_dpB\x05\n\x03_ppB\x05\n\x03_cpB\x05\n\x03_tp\"\xcd\x01\n\x13ResolveRanksRequest\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvgrpc.v1.RoleR\x04role\x12\x35\n\tselectors\x18\x03 \x03(\x0b\x32\x17.kvgrpc.v1.RankSelectorR\tselectors\x12\x1d\n\nwait_ready\x18\x04 \x01(\x08R\twaitReady\x12#\n\rwithout_pools\x18\x05 \x01(\x08R\x0cwithoutPools\"A\n\x14ResolveRanksResponse\x12)\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x11.kvgrpc.v1.EngineR\x06\x65ngine\"w\n\x13WatchEnginesRequest\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvgrpc.v1.RoleR\x04role\x12#\n\rwithout_pools\x18\x03 \x01(\x08R\x0cwithoutPools\"a\n\x0c\x45ngineChange\x12)\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x11.kvgrpc.v1.EngineR\x06\x65ngine\x12&\n\x04gone\x18\x02 \x03(\x0b\x32\x12.kvgrpc.v1.RankRefR\x04gone\"\xb2\x01\n\x14WatchEnginesResponse\x12!\n\x0cstate_begins\x18\x01 \x01(\x08R\x0bstateBegins\x12\x31\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x17.kvgrpc.v1.EngineChangeR\x07\x63hanges\x12%\n\x0estate_complete\x18\x03 \x01(\x08R\rstateComplete\x12\x1d\n\nwarming_up\x18\x04 \x01(\x08R\twarmingUp*k\n\x07\x41\x62sence\x12\x17\n\x13\x41\x42SENCE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41\x42SENCE_DEREGISTERED\x10\x01\x12\x19\n\x15\x41\x42SENCE_LEASE_RAN_OUT\x10\x02\x12\x12\n\x0e\x41\x42SENCE_FENCED\x10\x03\x32\xc0\x04\n\x0fRegistryService\x12H\n\x08Register\x12\x1a.kvgrpc.v1.RegisterRequest\x1a\x1b.kvgrpc.v1.RegisterResponse\"\x03\x90\x02\x02\x12J\n\tKeepAlive\x12\x1b.kvgrpc.v1.KeepAliveRequest\x1a\x1c.kvgrpc.v1.KeepAliveResponse(\x01\x30\x01\x12N\n\nDeregister\x12\x1c.kvgrpc.v1.DeregisterRequest\x1a\x1d.kvgrpc.v1.DeregisterResponse\"\x03\x90\x02\x02\x12K\n\tGetEngine\x12\x1b.kvgrpc.v1.GetEngineRequest\x1a\x1c.kvgrpc.v1.GetEngineResponse\"\x03\x90\x02\x01\x12Q\n\x0bListEngines\x12\x1d.kvgrpc.v1.ListEnginesRequest\x1a\x1e.kvgrpc.v1.ListEnginesResponse\"\x03\x90\x02\x01\x12T\n\x0cResolveRanks\x12\x1e.kvgrpc.v1.ResolveRanksRequest\x1a\x1f.kvgrpc.v1.ResolveRanksResponse\"\x03\x90\x02\x01\x12Q\n\x0cWatchEngines\x12\x1e.kvgrpc.v1.WatchEnginesRequest\x1a\x1f.kvgrpc.v1.WatchEnginesResponse0\x01\x42?\n\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,6 +35,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvgrpc.v1.registry_service_
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\rdev.kvgrpc.v1P\001Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\252\002\tKvgrpc.V1'
+  _globals['_RANKROW_LABELSENTRY']._loaded_options = None
+  _globals['_RANKROW_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_RANKLEASE'].fields_by_name['lease_id']._loaded_options = None
   _globals['_RANKLEASE'].fields_by_name['lease_id']._serialized_options = b'0\001'
   _globals['_KEEPALIVEREQUEST'].fields_by_name['lease_ids']._loaded_options = None
@@ -51,50 +53,52 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTRYSERVICE'].methods_by_name['ListEngines']._serialized_options = b'\220\002\001'
   _globals['_REGISTRYSERVICE'].methods_by_name['ResolveRanks']._loaded_options = None
   _globals['_REGISTRYSERVICE'].methods_by_name['ResolveRanks']._serialized_options = b'\220\002\001'
-  _globals['_ABSENCE']._serialized_start=3098
-  _globals['_ABSENCE']._serialized_end=3205
+  _globals['_ABSENCE']._serialized_start=3213
+  _globals['_ABSENCE']._serialized_end=3320
   _globals['_ENDPOINTS']._serialized_start=136
   _globals['_ENDPOINTS']._serialized_end=220
   _globals['_RANKROW']._serialized_start=223
-  _globals['_RANKROW']._serialized_end=613
-  _globals['_ENGINE']._serialized_start=616
-  _globals['_ENGINE']._serialized_end=1074
-  _globals['_ABSENTRANK']._serialized_start=1077
-  _globals['_ABSENTRANK']._serialized_end=1223
-  _globals['_REGISTERREQUEST']._serialized_start=1225
-  _globals['_REGISTERREQUEST']._serialized_end=1282
-  _globals['_REGISTERRESPONSE']._serialized_start=1285
-  _globals['_REGISTERRESPONSE']._serialized_end=1427
-  _globals['_RANKLEASE']._serialized_start=1429
-  _globals['_RANKLEASE']._serialized_end=1511
-  _globals['_KEEPALIVEREQUEST']._serialized_start=1513
-  _globals['_KEEPALIVEREQUEST']._serialized_end=1564
-  _globals['_KEEPALIVERESPONSE']._serialized_start=1566
-  _globals['_KEEPALIVERESPONSE']._serialized_end=1678
-  _globals['_DEREGISTERREQUEST']._serialized_start=1680
-  _globals['_DEREGISTERREQUEST']._serialized_end=1741
-  _globals['_DEREGISTERRESPONSE']._serialized_start=1743
-  _globals['_DEREGISTERRESPONSE']._serialized_end=1789
-  _globals['_GETENGINEREQUEST']._serialized_start=1791
-  _globals['_GETENGINEREQUEST']._serialized_end=1893
-  _globals['_GETENGINERESPONSE']._serialized_start=1895
-  _globals['_GETENGINERESPONSE']._serialized_end=1997
-  _globals['_LISTENGINESREQUEST']._serialized_start=2000
-  _globals['_LISTENGINESREQUEST']._serialized_end=2152
-  _globals['_LISTENGINESRESPONSE']._serialized_start=2155
-  _globals['_LISTENGINESRESPONSE']._serialized_end=2292
-  _globals['_RANKSELECTOR']._serialized_start=2294
-  _globals['_RANKSELECTOR']._serialized_end=2420
-  _globals['_RESOLVERANKSREQUEST']._serialized_start=2423
-  _globals['_RESOLVERANKSREQUEST']._serialized_end=2628
-  _globals['_RESOLVERANKSRESPONSE']._serialized_start=2630
-  _globals['_RESOLVERANKSRESPONSE']._serialized_end=2695
-  _globals['_WATCHENGINESREQUEST']._serialized_start=2697
-  _globals['_WATCHENGINESREQUEST']._serialized_end=2816
-  _globals['_ENGINECHANGE']._serialized_start=2818
-  _globals['_ENGINECHANGE']._serialized_end=2915
-  _globals['_WATCHENGINESRESPONSE']._serialized_start=2918
-  _globals['_WATCHENGINESRESPONSE']._serialized_end=3096
-  _globals['_REGISTRYSERVICE']._serialized_start=3208
-  _globals['_REGISTRYSERVICE']._serialized_end=3784
+  _globals['_RANKROW']._serialized_end=728
+  _globals['_RANKROW_LABELSENTRY']._serialized_start=665
+  _globals['_RANKROW_LABELSENTRY']._serialized_end=722
+  _globals['_ENGINE']._serialized_start=731
+  _globals['_ENGINE']._serialized_end=1189
+  _globals['_ABSENTRANK']._serialized_start=1192
+  _globals['_ABSENTRANK']._serialized_end=1338
+  _globals['_REGISTERREQUEST']._serialized_start=1340
+  _globals['_REGISTERREQUEST']._serialized_end=1397
+  _globals['_REGISTERRESPONSE']._serialized_start=1400
+  _globals['_REGISTERRESPONSE']._serialized_end=1542
+  _globals['_RANKLEASE']._serialized_start=1544
+  _globals['_RANKLEASE']._serialized_end=1626
+  _globals['_KEEPALIVEREQUEST']._serialized_start=1628
+  _globals['_KEEPALIVEREQUEST']._serialized_end=1679
+  _globals['_KEEPALIVERESPONSE']._serialized_start=1681
+  _globals['_KEEPALIVERESPONSE']._serialized_end=1793
+  _globals['_DEREGISTERREQUEST']._serialized_start=1795
+  _globals['_DEREGISTERREQUEST']._serialized_end=1856
+  _globals['_DEREGISTERRESPONSE']._serialized_start=1858
+  _globals['_DEREGISTERRESPONSE']._serialized_end=1904
+  _globals['_GETENGINEREQUEST']._serialized_start=1906
+  _globals['_GETENGINEREQUEST']._serialized_end=2008
+  _globals['_GETENGINERESPONSE']._serialized_start=2010
+  _globals['_GETENGINERESPONSE']._serialized_end=2112
+  _globals['_LISTENGINESREQUEST']._serialized_start=2115
+  _globals['_LISTENGINESREQUEST']._serialized_end=2267
+  _globals['_LISTENGINESRESPONSE']._serialized_start=2270
+  _globals['_LISTENGINESRESPONSE']._serialized_end=2407
+  _globals['_RANKSELECTOR']._serialized_start=2409
+  _globals['_RANKSELECTOR']._serialized_end=2535
+  _globals['_RESOLVERANKSREQUEST']._serialized_start=2538
+  _globals['_RESOLVERANKSREQUEST']._serialized_end=2743
+  _globals['_RESOLVERANKSRESPONSE']._serialized_start=2745
+  _globals['_RESOLVERANKSRESPONSE']._serialized_end=2810
+  _globals['_WATCHENGINESREQUEST']._serialized_start=2812
+  _globals['_WATCHENGINESREQUEST']._serialized_end=2931
+  _globals['_ENGINECHANGE']._serialized_start=2933
+  _globals['_ENGINECHANGE']._serialized_end=3030
+  _globals['_WATCHENGINESRESPONSE']._serialized_start=3033
+  _globals['_WATCHENGINESRESPONSE']._serialized_end=3211
+  _globals['_REGISTRYSERVICE']._serialized_start=3323
+  _globals['_REGISTRYSERVICE']._serialized_end=3899
 # @@protoc_insertion_point(module_scope)

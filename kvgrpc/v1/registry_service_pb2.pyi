@@ -88,6 +88,26 @@ class RankRow(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RANK_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
@@ -97,6 +117,7 @@ class RankRow(_message.Message):
     ENGINE_SELECTS_DP_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     SERVES_EVENTS_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """What it does."""
     data_plane: _builtins.str
@@ -129,6 +150,12 @@ class RankRow(_message.Message):
     def model(self) -> _common_pb2.ModelIdentity:
         """What the bytes of its pools mean; equal in all rows of its engine."""
 
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What its operator says of it, for whoever chooses among engines: zone, rack, tenant. At most 16, names and values of at most
+        128 characters; no name is empty.
+        """
+
     def __init__(
         self,
         *,
@@ -141,10 +168,11 @@ class RankRow(_message.Message):
         engine_selects_dp: _builtins.bool = ...,
         model: _common_pb2.ModelIdentity | None = ...,
         serves_events: _builtins.bool = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "layout", b"layout", "model", b"model", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane", b"data_plane", "endpoints", b"endpoints", "engine_selects_dp", b"engine_selects_dp", "layout", b"layout", "model", b"model", "pools", b"pools", "rank", b"rank", "role", b"role", "serves_events", b"serves_events"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane", b"data_plane", "endpoints", b"endpoints", "engine_selects_dp", b"engine_selects_dp", "labels", b"labels", "layout", b"layout", "model", b"model", "pools", b"pools", "rank", b"rank", "role", b"role", "serves_events", b"serves_events"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

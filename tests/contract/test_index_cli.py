@@ -33,7 +33,9 @@ TOKENS = list(range(64))
 
 @pytest.fixture(scope="module")
 def rank() -> Iterator[RankHost]:
-    host = RankHost("P", "PREFILL", {"registry": "embedded", "events": {"publisher": "null"}, "lease_ttl": 1.0})
+    events = {"publisher": "null"}
+    settings = {"registry": "embedded", "events": events, "lease_ttl": 1.0, "labels": ("zone=a", "rack=7")}
+    host = RankHost("P", "PREFILL", settings)
     hashes = [sglang_event_hash(page) for page in page_hashes(TOKENS, 16)]
     host.rank.events.publish(KVEventBatch(time.time(), [BlockStored(hashes[:3], None, [], 16, medium="GPU")]))
     host.rank.events.publish(KVEventBatch(time.time(), [BlockStored(hashes[3:], hashes[2], [], 16, medium="CPU")]))
@@ -148,6 +150,8 @@ def test_an_index_finds_the_caches_at_a_registry(rank: RankHost, index: IndexSer
     assert (source["blocks"], source["pageTokens"]) == ([host, device], 16)
     code, out, _ = kvgrpc("events", "sources", "-s", index.address)
     assert code == 0 and "CPU 1, GPU 3" in out and "current" in out
+    code, out, _ = kvgrpc("events", "sources", "--wide", "-s", index.address)
+    assert code == 0 and "rack=7, zone=a" in out
 
 
 def test_score_says_who_holds_a_prompt(index: IndexServer, kvgrpc: Any, tmp_path: Path) -> None:
@@ -164,6 +168,16 @@ def test_score_says_who_holds_a_prompt(index: IndexServer, kvgrpc: Any, tmp_path
     first = sglang_event_hash(page_hashes(TOKENS, 16)[0])
     code, out, _ = kvgrpc("events", "score", f"--hash={first}", "--engine", "Q", "-s", index.address)
     assert code == 0 and "no cache holds the first" in out
+
+
+def test_score_asks_the_caches_of_ranks_with_labels(index: IndexServer, kvgrpc: Any) -> None:
+    first = sglang_event_hash(page_hashes(TOKENS, 16)[0])
+    asked = ("events", "score", f"--hash={first}", "-s", index.address)
+    for labels, holders in ((("--label=zone=a", "--label=rack=7"), 1), (("--label=zone=b",), 0)):
+        code, out, _ = kvgrpc(*asked, *labels, "--json")
+        assert (code, len(json.loads(out)["prompts"][0].get("scores", []))) == (0, holders)
+    code, _, err = kvgrpc(*asked, "--label=zone")
+    assert code == 2 and "--label" in err and "NAME=VALUE" in err
 
 
 def test_what_score_cannot_read_is_said(index: IndexServer, kvgrpc: Any, tmp_path: Path) -> None:

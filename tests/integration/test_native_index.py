@@ -27,6 +27,7 @@ from kvgrpc.events.log.digest import hash_key
 from kvgrpc.hashing import sglang_event_hash
 from kvgrpc.model import ModelIdentity
 from kvgrpc.pull.model import PullConfig
+from kvgrpc.registry.labels import Labels
 from kvgrpc.registry.model import Endpoints, RankRow
 from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.security import ClientSecurity
@@ -315,17 +316,22 @@ async def test_engines_of_a_registry_are_followed_and_another_models_is_never_to
     async with Publishing("Q", snapshots=True) as other:
         await other.store([1, 2])
         await served.register(at_registry(engine, "m"))
-        await served.register(at_registry(other, "n"))
+        await served.register(at_registry(other, "n", labels=(("zone", "a"),)))
         with SyncClient(index.address) as client:
 
-            def holders(model: str) -> list[str]:
+            def holders(model: str, **labels: str) -> list[str]:
                 request = asked(1, 2)
                 request.prompts[0].model = model
+                request.prompts[0].labels.update(labels)
                 return [score.engine for score in client.score(request).prompts[0].scores]
 
             await until(lambda: asyncio.to_thread(lambda: holders("m") == ["P"] and holders("n") == ["Q"]))
             with pytest.raises(InvalidRequest, match=r"prompts\[0\]\.model: must be .* m or n"):
                 await asyncio.to_thread(holders, "")
+            assert await asyncio.to_thread(lambda: (holders("", zone="a"), holders("", zone="b"))) == (["Q"], [])
+            with pytest.raises(InvalidRequest, match=r"prompts\[0\]\.labels: must be at most 16"):
+                await asyncio.to_thread(lambda: holders("m", **{f"name{at}": "" for at in range(17)}))
+            assert [dict(each.labels) for each in await asyncio.to_thread(client.list_sources)] == [{}, {"zone": "a"}]
             unnamed = [pb.PlanPrompt(prompt=asked(1).prompts[0]) for _ in range(2)]
             unnamed[0].prompt.model = "m"
             with pytest.raises(InvalidRequest, match=r"prompts\[1\]\.prompt\.model: must be .* m or n"):
@@ -334,9 +340,9 @@ async def test_engines_of_a_registry_are_followed_and_another_models_is_never_to
     await served.stop()
 
 
-def at_registry(engine: Publishing, model: str) -> RankRow:
+def at_registry(engine: Publishing, model: str, labels: Labels = ()) -> RankRow:
     made = row(engine.engine, port=int(engine.address.rpartition(":")[2]), model=ModelIdentity(name=model))
-    return replace(made, serves_events=True, endpoints=Endpoints(grpc=engine.address))
+    return replace(made, serves_events=True, endpoints=Endpoints(grpc=engine.address), labels=labels)
 
 
 @pytest.fixture

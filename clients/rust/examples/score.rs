@@ -56,10 +56,11 @@ fn answer(index: &PrefixIndex) -> std::io::Result<()> {
 fn ask(index: &PrefixIndex, asked: Asked) -> Value {
     let Asked { hashes, chains, step_tokens, model, engines, most } = asked;
     let wanted = Wanted { engines, most, freshness: true, max_staleness: None };
-    let (scores, error) = match index.score(&Question { hashes, chains, step_tokens, model }, &wanted) {
-        Ok(scores) => (scores.iter().map(as_json).collect(), String::new()),
-        Err(error) => (Vec::new(), error.to_string()),
-    };
+    let (scores, error) =
+        match index.score(&Question { hashes, chains, step_tokens, model, ..Question::default() }, &wanted) {
+            Ok(scores) => (scores.iter().map(as_json).collect(), String::new()),
+            Err(error) => (Vec::new(), error.to_string()),
+        };
     let sources: Vec<_> = index.sources().iter().map(in_a_line).collect();
     json!({ "Scores": scores, "Sources": sources, "NotFollowed": index.not_followed(), "Error": error })
 }

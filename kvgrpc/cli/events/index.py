@@ -16,12 +16,15 @@ from kvgrpc.cli.events.follower_state import held, standing_fields
 from kvgrpc.cli.events.publisher import calls_a_publisher
 from kvgrpc.cli.names import seconds_of, value_name
 from kvgrpc.cli.output import seconds, show_json, show_table, wide_option
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.registry.labels import labels_of
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient, SyncEventFollower
     from kvgrpc.v1 import index_service_pb2
 
 TELL_SECONDS = 1.0
+_FRESH = ("state", "#lag", "#idle")
 _PROMPT = (
     click.option(
         "--hash", "hashes", multiple=True, help="A block's hash as events carry it, in order; may be repeated."
@@ -48,6 +51,7 @@ _PROMPT = (
     click.option("--vllm-hash-seed", help="With --tokens: vLLM engines, which were started with this PYTHONHASHSEED."),
     click.option("--vllm-lora", nargs=2, metavar="NAME PATH", help="With --tokens: vLLM's LoRA adapter."),
     click.option("--model", default="", help="Only caches of engines that run this model, as the registry names it."),
+    click.option("--label", "labels", multiple=True, help="NAME=VALUE: only caches of ranks with it; may be repeated."),
 )
 STATES = ("connecting", "rebuilding", "catching_up", "current", "doubtful")
 
@@ -93,7 +97,7 @@ def score(client: SyncClient, as_json: bool, engines: tuple[str, ...], **options
     response = client.score(request)
     if as_json:
         return show_json(response)
-    columns = ("engine", "#dp", "#on device", "#to host", "#to disk", "#anywhere", "#page", "state", "#lag", "#idle")
+    columns = ("engine", "#dp", "#on device", "#to host", "#to disk", "#anywhere", "#page", *_FRESH)
     (found,) = response.prompts
     rows = [
         (
@@ -126,12 +130,13 @@ def sources(client: SyncClient, as_json: bool, states: tuple[str, ...]) -> None:
     )
     if as_json:
         return show_json(*found)
-    columns = ("engine", "#dp", "model", "address", "blocks", "state", "#lag", "#idle", "log", "#next", "last error")
+    columns = ("engine", "#dp", "model", "labels", "address", "blocks", *_FRESH, "log", "#next", "last error")
     rows = [
         (
             source.engine,
             source.dp,
             source.model,
+            ", ".join(f"{name}={value}" for name, value in sorted(source.labels.items())),
             source.address,
             ", ".join(f"{held.medium} {held.blocks}" for held in source.blocks),
             *_fresh(source.freshness),
@@ -141,7 +146,7 @@ def sources(client: SyncClient, as_json: bool, states: tuple[str, ...]) -> None:
         )
         for source in found
     ]
-    first_to_go = ("log", "#next", "model", "address", "#idle", "blocks")
+    first_to_go = ("log", "#next", "labels", "model", "address", "#idle", "blocks")
     show_table(f"Caches that {client.address} follows", columns, rows, "none yet", first_to_go)
     for line in found.not_followed:
         click.echo(f"not followed: {line}", err=True)
@@ -153,7 +158,7 @@ def prompt_of(hashes: tuple[str, ...], prompt_file: str | None, **more: Any) -> 
 
     if bool(hashes) == bool(prompt_file):
         raise click.UsageError("name the beginning of a request by --hash or by --tokens, one of the two")
-    prompt = index_service_pb2.ScorePrompt(model=more["model"])
+    prompt = index_service_pb2.ScorePrompt(model=more["model"], labels=_labels(more["labels"]))
     if prompt_file is None:
         prompt.block_hashes.values.extend(_hash(text) for text in hashes)
     elif more["vllm"] or more["vllm_hash_seed"] is not None or more["vllm_lora"]:
@@ -161,6 +166,13 @@ def prompt_of(hashes: tuple[str, ...], prompt_file: str | None, **more: Any) -> 
     else:
         _fill_sglang(prompt.sglang, _tokens(prompt_file), **more)
     return prompt
+
+
+def _labels(texts: tuple[str, ...]) -> dict[str, str]:
+    try:
+        return dict(labels_of(texts))
+    except InvalidRequest as error:
+        raise click.BadParameter(str(error), param_hint="--label") from None
 
 
 def _fill_vllm(prompt: index_service_pb2.VllmPrompt, tokens: list[int], **more: Any) -> None:

@@ -12,8 +12,24 @@ from kvgrpc.events.following.index import tier_of
 from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.events.following.planned import fill_placement
 from kvgrpc.events.following.planning import Placement, PlanQuestion
-from kvgrpc.events.following.questions import Asked, Budget, asked_from_pb, wanted_from_pb, wanted_of_plan
-from kvgrpc.events.following.sources import CacheScore, Freshness, Question, Source, SourcesPage, Wanted
+from kvgrpc.events.following.questions import (
+    Asked,
+    Budget,
+    asked_from_pb,
+    labels_from_pb,
+    wanted_from_pb,
+    wanted_of_plan,
+)
+from kvgrpc.events.following.sources import (
+    NO_LABELS,
+    CacheScore,
+    Freshness,
+    LabelSet,
+    Question,
+    Source,
+    SourcesPage,
+    Wanted,
+)
 from kvgrpc.observability import metrics
 from kvgrpc.paging import not_ours, page_size, page_token, read_page_token
 from kvgrpc.rpc.blocking import BlockingCalls
@@ -37,7 +53,9 @@ class Scores(Protocol):
     """What answers; ``kvgrpc.client.PrefixIndex`` is one."""
 
     def ask(self, question: Question, wanted: Wanted) -> list[CacheScore]: ...
-    def page_sizes(self, wanted: Wanted, model: str = "", field: str = "model") -> set[int]: ...
+    def page_sizes(
+        self, wanted: Wanted, model: str = "", field: str = "model", labels: LabelSet = NO_LABELS
+    ) -> set[int]: ...
     def plan_in_steps(
         self, questions: Sequence[PlanQuestion], wanted: Wanted, *, reserve: bool = False
     ) -> Generator[list[Placement] | None, None, None]: ...
@@ -73,15 +91,13 @@ class IndexServicer(IndexServiceServicer):
         response = pb.ScoreResponse()
         for index, prompt in enumerate(request.prompts):
             field = f"prompts[{index}]"
-            sizes = self._sizes(prompt, field, wanted)
-            asked = asked_from_pb(prompt, field, sizes, budget)
-            chains = {0: asked.given} if asked.given is not None else await self._hashed(asked)
-            scores = self._index.ask(Question(chains, prompt.model, asked.step, f"{field}.model"), wanted)
+            question, _ = await self._question(prompt, field, wanted, budget)
+            scores = self._index.ask(question, wanted)
             _PROMPTS.inc()
             if not scores:
                 _MISSES.inc()
             budget.take_answers("max_scores", request.max_scores, len(scores))
-            _fill_scores(response.prompts.add(), scores, _blocks(chains, asked.step, prompt))
+            _fill_scores(response.prompts.add(), scores, _blocks(question, prompt))
             if time.monotonic() - began > PIECE_SECONDS:
                 await next_turn()
                 began = time.monotonic()
@@ -93,11 +109,8 @@ class IndexServicer(IndexServiceServicer):
         questions = []
         for index, each in enumerate(request.prompts):
             field = f"prompts[{index}].prompt"
-            sizes = self._sizes(each.prompt, field, wanted)
-            asked = asked_from_pb(each.prompt, field, sizes, budget)
-            chains = {0: asked.given} if asked.given is not None else await self._hashed(asked)
-            question = Question(chains, each.prompt.model, asked.step, f"{field}.model")
-            tokens = each.tokens or asked.tokens
+            question, tokens = await self._question(each.prompt, field, wanted, budget)
+            tokens = each.tokens or tokens
             questions.append(PlanQuestion(question, tokens, frozenset(each.engines), frozenset(each.sources)))
             if time.monotonic() - began > PIECE_SECONDS:
                 await next_turn()
@@ -121,11 +134,16 @@ class IndexServicer(IndexServiceServicer):
             not_followed=self._index.not_followed()[:MAX_NOT_FOLLOWED],
         )
 
-    def _sizes(self, prompt: pb.ScorePrompt, field: str, wanted: Wanted) -> Collection[int]:
-        """Returns those of the caches' blocks, where the prompt leaves them open."""
-        if not _leaves_sizes_open(prompt):
-            return ()
-        return self._index.page_sizes(wanted, prompt.model, f"{field}.model")
+    async def _question(
+        self, prompt: pb.ScorePrompt, field: str, wanted: Wanted, budget: Budget
+    ) -> tuple[Question, int]:
+        """Returns also the tokens of the prompt, where it came as tokens."""
+        labels, sizes = labels_from_pb(prompt, field), set[int]()
+        if _leaves_sizes_open(prompt):
+            sizes = self._index.page_sizes(wanted, prompt.model, f"{field}.model", labels)
+        asked = asked_from_pb(prompt, field, sizes, budget)
+        chains = {0: asked.given} if asked.given is not None else await self._hashed(asked)
+        return Question(chains, prompt.model, asked.step, f"{field}.model", labels), asked.tokens
 
     async def _hashed(self, asked: Asked) -> dict[int, list[int]]:
         # A million tokens take seconds, which are not the other callers'.
@@ -171,7 +189,8 @@ def _leaves_sizes_open(prompt: pb.ScorePrompt) -> bool:
     return kind == "sglang" and not prompt.sglang.page_tokens
 
 
-def _blocks(chains: dict[int, Sequence[int]] | dict[int, list[int]], step: int, prompt: pb.ScorePrompt) -> int:
+def _blocks(question: Question, prompt: pb.ScorePrompt) -> int:
+    chains, step = question.chains, question.step
     if not chains:
         return 0
     hashes = len(chains[min(chains)])
@@ -204,7 +223,7 @@ def _filled(
     for placements in steps:
         if placements is not None:
             (question, _, _, _), each = next(asked)
-            message = response.plans.add(blocks=_blocks(dict(question.chains), question.step, each.prompt))
+            message = response.plans.add(blocks=_blocks(question, each.prompt))
             told = placements[: request.max_placements or 1]
             budget.take_answers("max_placements", request.max_placements, len(told))
             for number, placement in enumerate(told, 1):
@@ -250,6 +269,7 @@ def _source_to_pb(source: Source) -> pb.IndexSource:
         digests_different=source.counts.digests_different,
         last_error=source.last_error,
         model=source.model,
+        labels=dict(source.labels),
     )
     _fill_freshness(message.freshness, source.freshness)
     return message

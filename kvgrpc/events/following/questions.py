@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvgrpc import hashing
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.following.prompts import each_sglang_hash
-from kvgrpc.events.following.sources import Wanted
+from kvgrpc.events.following.sources import LabelSet, Wanted
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.wire import seconds_from_pb
 
@@ -25,6 +25,8 @@ MAX_ANSWERS = 65_536
 # Where a prompt leaves them open, it is hashed once for each.
 MAX_PAGE_SIZES = 8
 LONGEST_STALENESS_SECONDS = 86_400.0
+# A rank has no more.
+MAX_LABELS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,13 @@ def wanted_of_plan(request: pb.PlanRequest) -> Wanted:
     if request.HasField("max_staleness"):
         staleness = seconds_from_pb("max_staleness", request.max_staleness, LONGEST_STALENESS_SECONDS)
     return Wanted(freshness=False, max_staleness=staleness)
+
+
+def labels_from_pb(prompt: pb.ScorePrompt, field: str) -> LabelSet:
+    """Returns which the caches' ranks must have. Raises InvalidRequest."""
+    if len(prompt.labels) > MAX_LABELS:
+        raise InvalidRequest.of(f"{field}.labels", f"{len(prompt.labels)} of them", f"at most {MAX_LABELS}")
+    return frozenset(prompt.labels.items())
 
 
 def asked_from_pb(prompt: pb.ScorePrompt, field: str, sizes: Collection[int], budget: Budget) -> Asked:

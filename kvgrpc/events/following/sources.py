@@ -15,6 +15,10 @@ from kvgrpc.events.following.messages import FollowerCounts, FollowerState
 from kvgrpc.events.following.saved import SavedCut
 from kvgrpc.model import EngineLoad
 
+# Names and values of what the registry says of a cache's rank.
+LabelSet = frozenset[tuple[str, str]]
+NO_LABELS: LabelSet = frozenset()
+
 
 class Freshness(NamedTuple):
     """The freshness of one cache's contents; ``idle_time`` is seconds since the publisher was heard, None: never."""
@@ -62,12 +66,14 @@ class Question(NamedTuple):
     ``chains``: its hashes by the tokens of a cache's block; under 0 for every cache that has no chain of its own. These
     are ``step`` tokens apart (0: a block): block i of a cache of k steps to a block is hash (i+1)k-1. ``model``: only
     caches of engines that run it; "": of any, if all that are asked run one. ``field``: its name in a refusal.
+    ``labels``: only caches of ranks that have all of these, names and values.
     """
 
     chains: Mapping[int, Sequence[int]]
     model: str = ""
     step: int = 0
     field: str = "model"
+    labels: LabelSet = NO_LABELS
 
 
 class Wanted(NamedTuple):
@@ -94,6 +100,7 @@ class Source:
     page_tokens: int
     counts: FollowerCounts
     last_error: str
+    labels: LabelSet = NO_LABELS
 
 
 @dataclass(slots=True)
@@ -112,6 +119,7 @@ class _Followed:
     address: str
     live: bool
     model: str
+    labels: LabelSet
 
 
 # Half a millisecond or less.
@@ -140,17 +148,30 @@ class SourceTable:
         self.index = BlockIndex()
         self._followed: dict[tuple[str, int], _Followed] = {}
 
-    def add(self, engine: str, dp: int, core: FollowerCore, address: str, *, live: bool, model: str = "") -> None:
+    def add(
+        self,
+        engine: str,
+        dp: int,
+        core: FollowerCore,
+        address: str,
+        *,
+        live: bool,
+        model: str = "",
+        labels: LabelSet = NO_LABELS,
+    ) -> None:
         """Follows one more cache; in the place of the same one's earlier follower, which was stopped."""
-        self._followed[engine, dp] = _Followed(core, address, live, model)
+        self._followed[engine, dp] = _Followed(core, address, live, model, labels)
 
     def remove(self, engine: str, dp: int) -> None:
         """The cache is not followed any more."""
         self._followed.pop((engine, dp), None)
 
-    def page_sizes(self, wanted: Wanted, model: str = "", field: str = "model") -> set[int]:
+    def page_sizes(
+        self, wanted: Wanted, model: str = "", field: str = "model", labels: LabelSet = NO_LABELS
+    ) -> set[int]:
         """Tokens of a block of the caches that would be asked, where they told it."""
-        return {contents.page_tokens for _, _, contents in self._asked(wanted, model, field) if contents.page_tokens}
+        question = Question({}, model, 0, field, labels)
+        return {contents.page_tokens for _, _, contents in self._asked(wanted, question) if contents.page_tokens}
 
     def score(self, question: Question, wanted: Wanted, now: float) -> list[CacheScore]:
         """The caches that hold the first block, those with most tokens first. Raises InvalidRequest where no model is
@@ -159,9 +180,7 @@ class SourceTable:
         for (hashes, stride, step), asked in self._classes(question, wanted):
             strided = hashes if stride == 1 else hashes[stride - 1 :: stride]
             matches = self.index.score(strided, None if asked is None else [each[2].blocks for each in asked.values()])
-            for key, followed, contents in (
-                self._asked(wanted, question.model, question.field) if asked is None else asked.values()
-            ):
+            for key, followed, contents in self._asked(wanted, question) if asked is None else asked.values():
                 match = matches.get(contents.blocks)
                 if match is None:
                     continue
@@ -201,7 +220,7 @@ class SourceTable:
         """These caches by the tokens of their blocks; one that has told of no block yet has those of the others, where
         these agree."""
         by_size: dict[int, dict[_Key, tuple[_Followed, CacheContents]]] = {}
-        for key, followed, contents in self._asked(wanted, question.model, question.field):
+        for key, followed, contents in self._asked(wanted, question):
             is_away = followed.core.state is FollowerState.CONNECTING
             if not is_away and not _is_stale(followed.core, wanted.max_staleness, now):
                 load = followed.core.load
@@ -219,17 +238,17 @@ class SourceTable:
             yield _Chain(question.chains[0], 1, 0), None
             return
         by_size: dict[int, dict[_Key, _Asked]] = {}
-        for asked in self._asked(wanted, question.model, question.field):
+        for asked in self._asked(wanted, question):
             by_size.setdefault(asked[2].page_tokens, {})[asked[0]] = asked
         for size, caches in by_size.items():
             chain = _chain(question, size)
             if chain is not None:
                 yield chain, caches
 
-    def _asked(self, wanted: Wanted, model: str, field: str) -> Iterator[_Asked]:
-        models = set()
+    def _asked(self, wanted: Wanted, question: Question) -> Iterator[_Asked]:
+        models, model = set(), question.model
         for key, followed in self._followed.items():
-            if wanted.engines and key[0] not in wanted.engines:
+            if (wanted.engines and key[0] not in wanted.engines) or not question.labels <= followed.labels:
                 continue
             if model:
                 if followed.model != model:
@@ -238,7 +257,7 @@ class SourceTable:
                 models.add(followed.model)
                 if len(models) > 1:
                     named = " or ".join(sorted(models))
-                    raise InvalidRequest.of(field, "", f"the model's name: these caches are of {named}")
+                    raise InvalidRequest.of(question.field, "", f"the model's name: these caches are of {named}")
             if followed.core.contents is not None:
                 yield key, followed, followed.core.contents
 
@@ -288,6 +307,7 @@ class SourceTable:
             0 if contents is None else contents.page_tokens,
             core.counts,
             "" if core.last_error is None else str(core.last_error),
+            followed.labels,
         )
 
 

@@ -29,6 +29,7 @@ from kvgrpc.prefetch.servicer import PrefetchServicer
 from kvgrpc.registry.client.following import Following
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.client.resolver import Resolver
+from kvgrpc.registry.labels import labels_of
 from kvgrpc.registry.model import Endpoints, RankRow, RankSelector
 from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
 from kvgrpc.registry.store.memory import MemoryStore
@@ -408,6 +409,7 @@ class Rank(Generic[Transfer]):
             config.engine_selects_dp,
             config.model,
             stream is not None,
+            labels_of(config.labels),
         )
 
     def _unless_superseded(self, healthy: bool) -> bool | str:

@@ -243,6 +243,23 @@ class TestSources:
             table.holdings(Question({0: asked}, field="prompts[7].model"), Wanted(), 0.0)
         assert [at.engine for at in table.score(Question({0: asked}), Wanted({"A", "C"}), 0.0)] == ["C", "A"]
 
+    def test_labels_leave_out_caches_whose_rank_lacks_one(self) -> None:
+        table, asked = SourceTable(), Question({0: [1]})
+        follow(table, "A", 0, stored(1), model="a", labels={"zone": "x", "rack": "1"})
+        follow(table, "B", 0, stored(1), model="b", labels={"zone": "y"})
+        follow(table, "C", 0, stored(1, page_tokens=64), model="b", labels={"zone": "x"})
+
+        def holders(**labels: str) -> list[str]:
+            question = asked._replace(labels=frozenset(labels.items()), model="" if "rack" in labels else "b")
+            return [at.engine for at in table.score(question, Wanted(), 0.0)]
+
+        assert (holders(zone="x"), holders(zone="y"), holders(zone="z")) == (["C"], ["B"], [])
+        # Those that are asked are of one model then.
+        assert holders(zone="x", rack="1") == ["A"]
+        assert table.page_sizes(Wanted(), "b", labels=frozenset({("zone", "x")})) == {64}
+        assert [at.engine for at in table.holdings(asked._replace(model="b"), Wanted(), 0.0)] == ["B", "C"]
+        assert [source.labels for source in table.sources(0.0)][1] == {("zone", "y")}
+
     def test_engines_of_different_page_sizes_answer_one_question(self) -> None:
         table = SourceTable()
         follow(table, "A", 0, stored(1, 2, page_tokens=16))
@@ -321,11 +338,18 @@ class TestSources:
 
 
 def follow(
-    table: SourceTable, engine: str, dp: int, *events: object, now: float = 0.0, model: str = ""
+    table: SourceTable,
+    engine: str,
+    dp: int,
+    *events: object,
+    now: float = 0.0,
+    model: str = "",
+    labels: dict[str, str] | None = None,
 ) -> FollowerCore:
     """A follower that has read a snapshot of these events, one a batch, in a Watch that goes on with the log."""
     core = FollowerCore(table.index, lambda payload: [events[payload[0]]])
-    table.add(engine, dp, core, f"{engine}:{dp}", live=False, model=model)
+    having = frozenset((labels or {}).items())
+    table.add(engine, dp, core, f"{engine}:{dp}", live=False, model=model, labels=having)
     core.start()
     core.begun(1, "log", len(events), 0, now)
     core.snapshot(1, 0, len(events), [bytes([number]) for number in range(len(events))], now)

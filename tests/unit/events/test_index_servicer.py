@@ -12,7 +12,7 @@ import pytest
 from kvgrpc.client import sglang_hashes, vllm_hashes
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.following.index_servicer import ON_THE_LOOP_TOKENS, IndexServicer
-from kvgrpc.events.following.sources import CacheScore, Question, SourcesPage, Wanted
+from kvgrpc.events.following.sources import NO_LABELS, CacheScore, LabelSet, Question, SourcesPage, Wanted
 from kvgrpc.observability import metrics
 from kvgrpc.rpc.callers import CALLER, Caller
 from kvgrpc.v1 import index_service_pb2 as pb
@@ -34,7 +34,9 @@ class Asked:
     def plan_in_steps(self, questions: Any, wanted: Wanted, *, reserve: bool = False) -> Generator[Any, None, None]:
         return ([] for _ in questions)
 
-    def page_sizes(self, wanted: Wanted, model: str = "", field: str = "model") -> set[int]:
+    def page_sizes(
+        self, wanted: Wanted, model: str = "", field: str = "model", labels: LabelSet = NO_LABELS
+    ) -> set[int]:
         return {4, 16}
 
     def page_in_steps(self, page: SourcesPage, **more: Any) -> Iterator[None]:

@@ -487,7 +487,10 @@ type ScorePrompt struct {
 	Prefix isScorePrompt_Prefix `protobuf_oneof:"prefix"`
 	// Only caches of engines that run this model, by ModelIdentity.name at the registry; empty: of any, where all that are
 	// asked run one. An engine whose model is not known is found without a name only.
-	Model         string `protobuf:"bytes,4,opt,name=model,proto3" json:"model,omitempty"`
+	Model string `protobuf:"bytes,4,opt,name=model,proto3" json:"model,omitempty"`
+	// Only caches of ranks that have all of these labels at the registry, at most 16; empty: of any. Of caches that were named, and
+	// not found at a registry, no label is known.
+	Labels        map[string]string `protobuf:"bytes,5,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -561,6 +564,13 @@ func (x *ScorePrompt) GetModel() string {
 		return x.Model
 	}
 	return ""
+}
+
+func (x *ScorePrompt) GetLabels() map[string]string {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
 }
 
 type isScorePrompt_Prefix interface {
@@ -1260,7 +1270,9 @@ type IndexSource struct {
 	// Why it last failed, for people; empty: never.
 	LastError string `protobuf:"bytes,13,opt,name=last_error,json=lastError,proto3" json:"last_error,omitempty"`
 	// Name of the model that the registry knows its engine to run; empty: not known.
-	Model         string `protobuf:"bytes,14,opt,name=model,proto3" json:"model,omitempty"`
+	Model string `protobuf:"bytes,14,opt,name=model,proto3" json:"model,omitempty"`
+	// The labels of its rank, as the registry knows them.
+	Labels        map[string]string `protobuf:"bytes,15,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1391,6 +1403,13 @@ func (x *IndexSource) GetModel() string {
 		return x.Model
 	}
 	return ""
+}
+
+func (x *IndexSource) GetLabels() map[string]string {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
 }
 
 // Request of Plan.
@@ -1969,12 +1988,16 @@ const file_kvgrpc_v1_index_service_proto_rawDesc = "" +
 	"multimodal\x12)\n" +
 	"\x10lookahead_tokens\x18\b \x01(\rR\x0flookaheadTokens\x12\x1f\n" +
 	"\vhash_tokens\x18\t \x01(\rR\n" +
-	"hashTokens\"\xca\x01\n" +
+	"hashTokens\"\xc1\x02\n" +
 	"\vScorePrompt\x12;\n" +
 	"\fblock_hashes\x18\x01 \x01(\v2\x16.kvgrpc.v1.BlockHashesH\x00R\vblockHashes\x121\n" +
 	"\x06sglang\x18\x02 \x01(\v2\x17.kvgrpc.v1.SglangPromptH\x00R\x06sglang\x12+\n" +
 	"\x04vllm\x18\x03 \x01(\v2\x15.kvgrpc.v1.VllmPromptH\x00R\x04vllm\x12\x14\n" +
-	"\x05model\x18\x04 \x01(\tR\x05modelB\b\n" +
+	"\x05model\x18\x04 \x01(\tR\x05model\x12:\n" +
+	"\x06labels\x18\x05 \x03(\v2\".kvgrpc.v1.ScorePrompt.LabelsEntryR\x06labels\x1a9\n" +
+	"\vLabelsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01B\b\n" +
 	"\x06prefix\"\xe0\x01\n" +
 	"\fScoreRequest\x120\n" +
 	"\aprompts\x18\x01 \x03(\v2\x16.kvgrpc.v1.ScorePromptR\aprompts\x12\x18\n" +
@@ -2026,7 +2049,7 @@ const file_kvgrpc_v1_index_service_proto_rawDesc = "" +
 	"TierBlocks\x12#\n" +
 	"\x04tier\x18\x01 \x01(\x0e2\x0f.kvgrpc.v1.TierR\x04tier\x12\x16\n" +
 	"\x06medium\x18\x02 \x01(\tR\x06medium\x12\x1a\n" +
-	"\x06blocks\x18\x03 \x01(\x04B\x020\x01R\x06blocks\"\xc1\x03\n" +
+	"\x06blocks\x18\x03 \x01(\x04B\x020\x01R\x06blocks\"\xb8\x04\n" +
 	"\vIndexSource\x12\x16\n" +
 	"\x06engine\x18\x01 \x01(\tR\x06engine\x12\x0e\n" +
 	"\x02dp\x18\x02 \x01(\rR\x02dp\x12\x18\n" +
@@ -2044,7 +2067,11 @@ const file_kvgrpc_v1_index_service_proto_rawDesc = "" +
 	"\x11digests_different\x18\f \x01(\rR\x10digestsDifferent\x12\x1d\n" +
 	"\n" +
 	"last_error\x18\r \x01(\tR\tlastError\x12\x14\n" +
-	"\x05model\x18\x0e \x01(\tR\x05model\"\xbf\x01\n" +
+	"\x05model\x18\x0e \x01(\tR\x05model\x12:\n" +
+	"\x06labels\x18\x0f \x03(\v2\".kvgrpc.v1.IndexSource.LabelsEntryR\x06labels\x1a9\n" +
+	"\vLabelsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xbf\x01\n" +
 	"\vPlanRequest\x12/\n" +
 	"\aprompts\x18\x01 \x03(\v2\x15.kvgrpc.v1.PlanPromptR\aprompts\x12\x18\n" +
 	"\areserve\x18\x02 \x01(\bR\areserve\x12%\n" +
@@ -2120,7 +2147,7 @@ func file_kvgrpc_v1_index_service_proto_rawDescGZIP() []byte {
 }
 
 var file_kvgrpc_v1_index_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_kvgrpc_v1_index_service_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
+var file_kvgrpc_v1_index_service_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_kvgrpc_v1_index_service_proto_goTypes = []any{
 	(IndexSourceState)(0),         // 0: kvgrpc.v1.IndexSourceState
 	(*BlockHashes)(nil),           // 1: kvgrpc.v1.BlockHashes
@@ -2145,9 +2172,11 @@ var file_kvgrpc_v1_index_service_proto_goTypes = []any{
 	(*PromptPlan)(nil),            // 20: kvgrpc.v1.PromptPlan
 	(*Placement)(nil),             // 21: kvgrpc.v1.Placement
 	(*PlannedPull)(nil),           // 22: kvgrpc.v1.PlannedPull
-	(*durationpb.Duration)(nil),   // 23: google.protobuf.Duration
-	(Tier)(0),                     // 24: kvgrpc.v1.Tier
-	(*EngineLoad)(nil),            // 25: kvgrpc.v1.EngineLoad
+	nil,                           // 23: kvgrpc.v1.ScorePrompt.LabelsEntry
+	nil,                           // 24: kvgrpc.v1.IndexSource.LabelsEntry
+	(*durationpb.Duration)(nil),   // 25: google.protobuf.Duration
+	(Tier)(0),                     // 26: kvgrpc.v1.Tier
+	(*EngineLoad)(nil),            // 27: kvgrpc.v1.EngineLoad
 }
 var file_kvgrpc_v1_index_service_proto_depIdxs = []int32{
 	3,  // 0: kvgrpc.v1.VllmPrompt.lora:type_name -> kvgrpc.v1.LoraAdapter
@@ -2155,43 +2184,45 @@ var file_kvgrpc_v1_index_service_proto_depIdxs = []int32{
 	1,  // 2: kvgrpc.v1.ScorePrompt.block_hashes:type_name -> kvgrpc.v1.BlockHashes
 	2,  // 3: kvgrpc.v1.ScorePrompt.sglang:type_name -> kvgrpc.v1.SglangPrompt
 	5,  // 4: kvgrpc.v1.ScorePrompt.vllm:type_name -> kvgrpc.v1.VllmPrompt
-	6,  // 5: kvgrpc.v1.ScoreRequest.prompts:type_name -> kvgrpc.v1.ScorePrompt
-	23, // 6: kvgrpc.v1.ScoreRequest.max_staleness:type_name -> google.protobuf.Duration
-	9,  // 7: kvgrpc.v1.ScoreResponse.prompts:type_name -> kvgrpc.v1.PromptScores
-	10, // 8: kvgrpc.v1.PromptScores.scores:type_name -> kvgrpc.v1.CacheScore
-	11, // 9: kvgrpc.v1.CacheScore.freshness:type_name -> kvgrpc.v1.Freshness
-	0,  // 10: kvgrpc.v1.Freshness.state:type_name -> kvgrpc.v1.IndexSourceState
-	23, // 11: kvgrpc.v1.Freshness.idle_time:type_name -> google.protobuf.Duration
-	0,  // 12: kvgrpc.v1.ListSourcesRequest.states:type_name -> kvgrpc.v1.IndexSourceState
-	16, // 13: kvgrpc.v1.ListSourcesResponse.sources:type_name -> kvgrpc.v1.IndexSource
-	14, // 14: kvgrpc.v1.ListSourcesResponse.counts:type_name -> kvgrpc.v1.IndexSourceStateCount
-	0,  // 15: kvgrpc.v1.IndexSourceStateCount.state:type_name -> kvgrpc.v1.IndexSourceState
-	24, // 16: kvgrpc.v1.TierBlocks.tier:type_name -> kvgrpc.v1.Tier
-	11, // 17: kvgrpc.v1.IndexSource.freshness:type_name -> kvgrpc.v1.Freshness
-	15, // 18: kvgrpc.v1.IndexSource.blocks:type_name -> kvgrpc.v1.TierBlocks
-	18, // 19: kvgrpc.v1.PlanRequest.prompts:type_name -> kvgrpc.v1.PlanPrompt
-	23, // 20: kvgrpc.v1.PlanRequest.max_staleness:type_name -> google.protobuf.Duration
-	6,  // 21: kvgrpc.v1.PlanPrompt.prompt:type_name -> kvgrpc.v1.ScorePrompt
-	20, // 22: kvgrpc.v1.PlanResponse.plans:type_name -> kvgrpc.v1.PromptPlan
-	21, // 23: kvgrpc.v1.PromptPlan.placements:type_name -> kvgrpc.v1.Placement
-	22, // 24: kvgrpc.v1.Placement.pull:type_name -> kvgrpc.v1.PlannedPull
-	23, // 25: kvgrpc.v1.Placement.queue_time:type_name -> google.protobuf.Duration
-	23, // 26: kvgrpc.v1.Placement.compute_time:type_name -> google.protobuf.Duration
-	23, // 27: kvgrpc.v1.Placement.first_token_time:type_name -> google.protobuf.Duration
-	23, // 28: kvgrpc.v1.Placement.first_token_time_without_pull:type_name -> google.protobuf.Duration
-	25, // 29: kvgrpc.v1.Placement.load:type_name -> kvgrpc.v1.EngineLoad
-	23, // 30: kvgrpc.v1.PlannedPull.time:type_name -> google.protobuf.Duration
-	7,  // 31: kvgrpc.v1.IndexService.Score:input_type -> kvgrpc.v1.ScoreRequest
-	17, // 32: kvgrpc.v1.IndexService.Plan:input_type -> kvgrpc.v1.PlanRequest
-	12, // 33: kvgrpc.v1.IndexService.ListSources:input_type -> kvgrpc.v1.ListSourcesRequest
-	8,  // 34: kvgrpc.v1.IndexService.Score:output_type -> kvgrpc.v1.ScoreResponse
-	19, // 35: kvgrpc.v1.IndexService.Plan:output_type -> kvgrpc.v1.PlanResponse
-	13, // 36: kvgrpc.v1.IndexService.ListSources:output_type -> kvgrpc.v1.ListSourcesResponse
-	34, // [34:37] is the sub-list for method output_type
-	31, // [31:34] is the sub-list for method input_type
-	31, // [31:31] is the sub-list for extension type_name
-	31, // [31:31] is the sub-list for extension extendee
-	0,  // [0:31] is the sub-list for field type_name
+	23, // 5: kvgrpc.v1.ScorePrompt.labels:type_name -> kvgrpc.v1.ScorePrompt.LabelsEntry
+	6,  // 6: kvgrpc.v1.ScoreRequest.prompts:type_name -> kvgrpc.v1.ScorePrompt
+	25, // 7: kvgrpc.v1.ScoreRequest.max_staleness:type_name -> google.protobuf.Duration
+	9,  // 8: kvgrpc.v1.ScoreResponse.prompts:type_name -> kvgrpc.v1.PromptScores
+	10, // 9: kvgrpc.v1.PromptScores.scores:type_name -> kvgrpc.v1.CacheScore
+	11, // 10: kvgrpc.v1.CacheScore.freshness:type_name -> kvgrpc.v1.Freshness
+	0,  // 11: kvgrpc.v1.Freshness.state:type_name -> kvgrpc.v1.IndexSourceState
+	25, // 12: kvgrpc.v1.Freshness.idle_time:type_name -> google.protobuf.Duration
+	0,  // 13: kvgrpc.v1.ListSourcesRequest.states:type_name -> kvgrpc.v1.IndexSourceState
+	16, // 14: kvgrpc.v1.ListSourcesResponse.sources:type_name -> kvgrpc.v1.IndexSource
+	14, // 15: kvgrpc.v1.ListSourcesResponse.counts:type_name -> kvgrpc.v1.IndexSourceStateCount
+	0,  // 16: kvgrpc.v1.IndexSourceStateCount.state:type_name -> kvgrpc.v1.IndexSourceState
+	26, // 17: kvgrpc.v1.TierBlocks.tier:type_name -> kvgrpc.v1.Tier
+	11, // 18: kvgrpc.v1.IndexSource.freshness:type_name -> kvgrpc.v1.Freshness
+	15, // 19: kvgrpc.v1.IndexSource.blocks:type_name -> kvgrpc.v1.TierBlocks
+	24, // 20: kvgrpc.v1.IndexSource.labels:type_name -> kvgrpc.v1.IndexSource.LabelsEntry
+	18, // 21: kvgrpc.v1.PlanRequest.prompts:type_name -> kvgrpc.v1.PlanPrompt
+	25, // 22: kvgrpc.v1.PlanRequest.max_staleness:type_name -> google.protobuf.Duration
+	6,  // 23: kvgrpc.v1.PlanPrompt.prompt:type_name -> kvgrpc.v1.ScorePrompt
+	20, // 24: kvgrpc.v1.PlanResponse.plans:type_name -> kvgrpc.v1.PromptPlan
+	21, // 25: kvgrpc.v1.PromptPlan.placements:type_name -> kvgrpc.v1.Placement
+	22, // 26: kvgrpc.v1.Placement.pull:type_name -> kvgrpc.v1.PlannedPull
+	25, // 27: kvgrpc.v1.Placement.queue_time:type_name -> google.protobuf.Duration
+	25, // 28: kvgrpc.v1.Placement.compute_time:type_name -> google.protobuf.Duration
+	25, // 29: kvgrpc.v1.Placement.first_token_time:type_name -> google.protobuf.Duration
+	25, // 30: kvgrpc.v1.Placement.first_token_time_without_pull:type_name -> google.protobuf.Duration
+	27, // 31: kvgrpc.v1.Placement.load:type_name -> kvgrpc.v1.EngineLoad
+	25, // 32: kvgrpc.v1.PlannedPull.time:type_name -> google.protobuf.Duration
+	7,  // 33: kvgrpc.v1.IndexService.Score:input_type -> kvgrpc.v1.ScoreRequest
+	17, // 34: kvgrpc.v1.IndexService.Plan:input_type -> kvgrpc.v1.PlanRequest
+	12, // 35: kvgrpc.v1.IndexService.ListSources:input_type -> kvgrpc.v1.ListSourcesRequest
+	8,  // 36: kvgrpc.v1.IndexService.Score:output_type -> kvgrpc.v1.ScoreResponse
+	19, // 37: kvgrpc.v1.IndexService.Plan:output_type -> kvgrpc.v1.PlanResponse
+	13, // 38: kvgrpc.v1.IndexService.ListSources:output_type -> kvgrpc.v1.ListSourcesResponse
+	36, // [36:39] is the sub-list for method output_type
+	33, // [33:36] is the sub-list for method input_type
+	33, // [33:33] is the sub-list for extension type_name
+	33, // [33:33] is the sub-list for extension extendee
+	0,  // [0:33] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_index_service_proto_init() }
@@ -2212,7 +2243,7 @@ func file_kvgrpc_v1_index_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvgrpc_v1_index_service_proto_rawDesc), len(file_kvgrpc_v1_index_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   22,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -169,7 +169,10 @@ type RankRow struct {
 	Model *ModelIdentity `protobuf:"bytes,9,opt,name=model,proto3" json:"model,omitempty"`
 	// True where it serves a stream of KV events: EventService.ListStreams has it. False where the events of its cache are
 	// published by another process, or by nobody.
-	ServesEvents  bool `protobuf:"varint,10,opt,name=serves_events,json=servesEvents,proto3" json:"serves_events,omitempty"`
+	ServesEvents bool `protobuf:"varint,10,opt,name=serves_events,json=servesEvents,proto3" json:"serves_events,omitempty"`
+	// What its operator says of it, for whoever chooses among engines: zone, rack, tenant. At most 16, names and values of at most
+	// 128 characters; no name is empty.
+	Labels        map[string]string `protobuf:"bytes,11,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -265,6 +268,13 @@ func (x *RankRow) GetServesEvents() bool {
 		return x.ServesEvents
 	}
 	return false
+}
+
+func (x *RankRow) GetLabels() map[string]string {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
 }
 
 // One engine and its ranks.
@@ -1487,7 +1497,7 @@ const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\x04grpc\x18\x01 \x01(\tR\x04grpc\x12\x1d\n" +
 	"\n" +
 	"events_pub\x18\x02 \x01(\tR\teventsPub\x12\x14\n" +
-	"\x05cache\x18\x03 \x01(\tR\x05cache\"\x86\x03\n" +
+	"\x05cache\x18\x03 \x01(\tR\x05cache\"\xf9\x03\n" +
 	"\aRankRow\x12&\n" +
 	"\x04rank\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x12#\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x0f.kvgrpc.v1.RoleR\x04role\x122\n" +
@@ -1499,7 +1509,11 @@ const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\x11engine_selects_dp\x18\b \x01(\bR\x0fengineSelectsDp\x12.\n" +
 	"\x05model\x18\t \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05model\x12#\n" +
 	"\rserves_events\x18\n" +
-	" \x01(\bR\fservesEventsJ\x04\b\a\x10\b\"\xca\x03\n" +
+	" \x01(\bR\fservesEvents\x126\n" +
+	"\x06labels\x18\v \x03(\v2\x1e.kvgrpc.v1.RankRow.LabelsEntryR\x06labels\x1a9\n" +
+	"\vLabelsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\a\x10\b\"\xca\x03\n" +
 	"\x06Engine\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12#\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x0f.kvgrpc.v1.RoleR\x04role\x12)\n" +
@@ -1616,7 +1630,7 @@ func file_kvgrpc_v1_registry_service_proto_rawDescGZIP() []byte {
 }
 
 var file_kvgrpc_v1_registry_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_kvgrpc_v1_registry_service_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
+var file_kvgrpc_v1_registry_service_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
 var file_kvgrpc_v1_registry_service_proto_goTypes = []any{
 	(Absence)(0),                  // 0: kvgrpc.v1.Absence
 	(*Endpoints)(nil),             // 1: kvgrpc.v1.Endpoints
@@ -1640,66 +1654,68 @@ var file_kvgrpc_v1_registry_service_proto_goTypes = []any{
 	(*WatchEnginesRequest)(nil),   // 19: kvgrpc.v1.WatchEnginesRequest
 	(*EngineChange)(nil),          // 20: kvgrpc.v1.EngineChange
 	(*WatchEnginesResponse)(nil),  // 21: kvgrpc.v1.WatchEnginesResponse
-	(*RankRef)(nil),               // 22: kvgrpc.v1.RankRef
-	(Role)(0),                     // 23: kvgrpc.v1.Role
-	(*Layout)(nil),                // 24: kvgrpc.v1.Layout
-	(*PagePool)(nil),              // 25: kvgrpc.v1.PagePool
-	(*ModelIdentity)(nil),         // 26: kvgrpc.v1.ModelIdentity
-	(*RankId)(nil),                // 27: kvgrpc.v1.RankId
-	(*timestamppb.Timestamp)(nil), // 28: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),   // 29: google.protobuf.Duration
+	nil,                           // 22: kvgrpc.v1.RankRow.LabelsEntry
+	(*RankRef)(nil),               // 23: kvgrpc.v1.RankRef
+	(Role)(0),                     // 24: kvgrpc.v1.Role
+	(*Layout)(nil),                // 25: kvgrpc.v1.Layout
+	(*PagePool)(nil),              // 26: kvgrpc.v1.PagePool
+	(*ModelIdentity)(nil),         // 27: kvgrpc.v1.ModelIdentity
+	(*RankId)(nil),                // 28: kvgrpc.v1.RankId
+	(*timestamppb.Timestamp)(nil), // 29: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),   // 30: google.protobuf.Duration
 }
 var file_kvgrpc_v1_registry_service_proto_depIdxs = []int32{
-	22, // 0: kvgrpc.v1.RankRow.rank:type_name -> kvgrpc.v1.RankRef
-	23, // 1: kvgrpc.v1.RankRow.role:type_name -> kvgrpc.v1.Role
+	23, // 0: kvgrpc.v1.RankRow.rank:type_name -> kvgrpc.v1.RankRef
+	24, // 1: kvgrpc.v1.RankRow.role:type_name -> kvgrpc.v1.Role
 	1,  // 2: kvgrpc.v1.RankRow.endpoints:type_name -> kvgrpc.v1.Endpoints
-	24, // 3: kvgrpc.v1.RankRow.layout:type_name -> kvgrpc.v1.Layout
-	25, // 4: kvgrpc.v1.RankRow.pools:type_name -> kvgrpc.v1.PagePool
-	26, // 5: kvgrpc.v1.RankRow.model:type_name -> kvgrpc.v1.ModelIdentity
-	23, // 6: kvgrpc.v1.Engine.role:type_name -> kvgrpc.v1.Role
-	24, // 7: kvgrpc.v1.Engine.layout:type_name -> kvgrpc.v1.Layout
-	2,  // 8: kvgrpc.v1.Engine.rows:type_name -> kvgrpc.v1.RankRow
-	26, // 9: kvgrpc.v1.Engine.model:type_name -> kvgrpc.v1.ModelIdentity
-	27, // 10: kvgrpc.v1.Engine.missing_ranks:type_name -> kvgrpc.v1.RankId
-	4,  // 11: kvgrpc.v1.Engine.absent_ranks:type_name -> kvgrpc.v1.AbsentRank
-	22, // 12: kvgrpc.v1.AbsentRank.rank:type_name -> kvgrpc.v1.RankRef
-	0,  // 13: kvgrpc.v1.AbsentRank.absence:type_name -> kvgrpc.v1.Absence
-	28, // 14: kvgrpc.v1.AbsentRank.time:type_name -> google.protobuf.Timestamp
-	2,  // 15: kvgrpc.v1.RegisterRequest.rows:type_name -> kvgrpc.v1.RankRow
-	7,  // 16: kvgrpc.v1.RegisterResponse.leases:type_name -> kvgrpc.v1.RankLease
-	29, // 17: kvgrpc.v1.RegisterResponse.ttl:type_name -> google.protobuf.Duration
-	22, // 18: kvgrpc.v1.RankLease.rank:type_name -> kvgrpc.v1.RankRef
-	29, // 19: kvgrpc.v1.KeepAliveResponse.ttl:type_name -> google.protobuf.Duration
-	22, // 20: kvgrpc.v1.DeregisterRequest.ranks:type_name -> kvgrpc.v1.RankRef
-	3,  // 21: kvgrpc.v1.GetEngineResponse.engine:type_name -> kvgrpc.v1.Engine
-	23, // 22: kvgrpc.v1.ListEnginesRequest.role:type_name -> kvgrpc.v1.Role
-	3,  // 23: kvgrpc.v1.ListEnginesResponse.engines:type_name -> kvgrpc.v1.Engine
-	23, // 24: kvgrpc.v1.ResolveRanksRequest.role:type_name -> kvgrpc.v1.Role
-	16, // 25: kvgrpc.v1.ResolveRanksRequest.selectors:type_name -> kvgrpc.v1.RankSelector
-	3,  // 26: kvgrpc.v1.ResolveRanksResponse.engine:type_name -> kvgrpc.v1.Engine
-	23, // 27: kvgrpc.v1.WatchEnginesRequest.role:type_name -> kvgrpc.v1.Role
-	3,  // 28: kvgrpc.v1.EngineChange.engine:type_name -> kvgrpc.v1.Engine
-	22, // 29: kvgrpc.v1.EngineChange.gone:type_name -> kvgrpc.v1.RankRef
-	20, // 30: kvgrpc.v1.WatchEnginesResponse.changes:type_name -> kvgrpc.v1.EngineChange
-	5,  // 31: kvgrpc.v1.RegistryService.Register:input_type -> kvgrpc.v1.RegisterRequest
-	8,  // 32: kvgrpc.v1.RegistryService.KeepAlive:input_type -> kvgrpc.v1.KeepAliveRequest
-	10, // 33: kvgrpc.v1.RegistryService.Deregister:input_type -> kvgrpc.v1.DeregisterRequest
-	12, // 34: kvgrpc.v1.RegistryService.GetEngine:input_type -> kvgrpc.v1.GetEngineRequest
-	14, // 35: kvgrpc.v1.RegistryService.ListEngines:input_type -> kvgrpc.v1.ListEnginesRequest
-	17, // 36: kvgrpc.v1.RegistryService.ResolveRanks:input_type -> kvgrpc.v1.ResolveRanksRequest
-	19, // 37: kvgrpc.v1.RegistryService.WatchEngines:input_type -> kvgrpc.v1.WatchEnginesRequest
-	6,  // 38: kvgrpc.v1.RegistryService.Register:output_type -> kvgrpc.v1.RegisterResponse
-	9,  // 39: kvgrpc.v1.RegistryService.KeepAlive:output_type -> kvgrpc.v1.KeepAliveResponse
-	11, // 40: kvgrpc.v1.RegistryService.Deregister:output_type -> kvgrpc.v1.DeregisterResponse
-	13, // 41: kvgrpc.v1.RegistryService.GetEngine:output_type -> kvgrpc.v1.GetEngineResponse
-	15, // 42: kvgrpc.v1.RegistryService.ListEngines:output_type -> kvgrpc.v1.ListEnginesResponse
-	18, // 43: kvgrpc.v1.RegistryService.ResolveRanks:output_type -> kvgrpc.v1.ResolveRanksResponse
-	21, // 44: kvgrpc.v1.RegistryService.WatchEngines:output_type -> kvgrpc.v1.WatchEnginesResponse
-	38, // [38:45] is the sub-list for method output_type
-	31, // [31:38] is the sub-list for method input_type
-	31, // [31:31] is the sub-list for extension type_name
-	31, // [31:31] is the sub-list for extension extendee
-	0,  // [0:31] is the sub-list for field type_name
+	25, // 3: kvgrpc.v1.RankRow.layout:type_name -> kvgrpc.v1.Layout
+	26, // 4: kvgrpc.v1.RankRow.pools:type_name -> kvgrpc.v1.PagePool
+	27, // 5: kvgrpc.v1.RankRow.model:type_name -> kvgrpc.v1.ModelIdentity
+	22, // 6: kvgrpc.v1.RankRow.labels:type_name -> kvgrpc.v1.RankRow.LabelsEntry
+	24, // 7: kvgrpc.v1.Engine.role:type_name -> kvgrpc.v1.Role
+	25, // 8: kvgrpc.v1.Engine.layout:type_name -> kvgrpc.v1.Layout
+	2,  // 9: kvgrpc.v1.Engine.rows:type_name -> kvgrpc.v1.RankRow
+	27, // 10: kvgrpc.v1.Engine.model:type_name -> kvgrpc.v1.ModelIdentity
+	28, // 11: kvgrpc.v1.Engine.missing_ranks:type_name -> kvgrpc.v1.RankId
+	4,  // 12: kvgrpc.v1.Engine.absent_ranks:type_name -> kvgrpc.v1.AbsentRank
+	23, // 13: kvgrpc.v1.AbsentRank.rank:type_name -> kvgrpc.v1.RankRef
+	0,  // 14: kvgrpc.v1.AbsentRank.absence:type_name -> kvgrpc.v1.Absence
+	29, // 15: kvgrpc.v1.AbsentRank.time:type_name -> google.protobuf.Timestamp
+	2,  // 16: kvgrpc.v1.RegisterRequest.rows:type_name -> kvgrpc.v1.RankRow
+	7,  // 17: kvgrpc.v1.RegisterResponse.leases:type_name -> kvgrpc.v1.RankLease
+	30, // 18: kvgrpc.v1.RegisterResponse.ttl:type_name -> google.protobuf.Duration
+	23, // 19: kvgrpc.v1.RankLease.rank:type_name -> kvgrpc.v1.RankRef
+	30, // 20: kvgrpc.v1.KeepAliveResponse.ttl:type_name -> google.protobuf.Duration
+	23, // 21: kvgrpc.v1.DeregisterRequest.ranks:type_name -> kvgrpc.v1.RankRef
+	3,  // 22: kvgrpc.v1.GetEngineResponse.engine:type_name -> kvgrpc.v1.Engine
+	24, // 23: kvgrpc.v1.ListEnginesRequest.role:type_name -> kvgrpc.v1.Role
+	3,  // 24: kvgrpc.v1.ListEnginesResponse.engines:type_name -> kvgrpc.v1.Engine
+	24, // 25: kvgrpc.v1.ResolveRanksRequest.role:type_name -> kvgrpc.v1.Role
+	16, // 26: kvgrpc.v1.ResolveRanksRequest.selectors:type_name -> kvgrpc.v1.RankSelector
+	3,  // 27: kvgrpc.v1.ResolveRanksResponse.engine:type_name -> kvgrpc.v1.Engine
+	24, // 28: kvgrpc.v1.WatchEnginesRequest.role:type_name -> kvgrpc.v1.Role
+	3,  // 29: kvgrpc.v1.EngineChange.engine:type_name -> kvgrpc.v1.Engine
+	23, // 30: kvgrpc.v1.EngineChange.gone:type_name -> kvgrpc.v1.RankRef
+	20, // 31: kvgrpc.v1.WatchEnginesResponse.changes:type_name -> kvgrpc.v1.EngineChange
+	5,  // 32: kvgrpc.v1.RegistryService.Register:input_type -> kvgrpc.v1.RegisterRequest
+	8,  // 33: kvgrpc.v1.RegistryService.KeepAlive:input_type -> kvgrpc.v1.KeepAliveRequest
+	10, // 34: kvgrpc.v1.RegistryService.Deregister:input_type -> kvgrpc.v1.DeregisterRequest
+	12, // 35: kvgrpc.v1.RegistryService.GetEngine:input_type -> kvgrpc.v1.GetEngineRequest
+	14, // 36: kvgrpc.v1.RegistryService.ListEngines:input_type -> kvgrpc.v1.ListEnginesRequest
+	17, // 37: kvgrpc.v1.RegistryService.ResolveRanks:input_type -> kvgrpc.v1.ResolveRanksRequest
+	19, // 38: kvgrpc.v1.RegistryService.WatchEngines:input_type -> kvgrpc.v1.WatchEnginesRequest
+	6,  // 39: kvgrpc.v1.RegistryService.Register:output_type -> kvgrpc.v1.RegisterResponse
+	9,  // 40: kvgrpc.v1.RegistryService.KeepAlive:output_type -> kvgrpc.v1.KeepAliveResponse
+	11, // 41: kvgrpc.v1.RegistryService.Deregister:output_type -> kvgrpc.v1.DeregisterResponse
+	13, // 42: kvgrpc.v1.RegistryService.GetEngine:output_type -> kvgrpc.v1.GetEngineResponse
+	15, // 43: kvgrpc.v1.RegistryService.ListEngines:output_type -> kvgrpc.v1.ListEnginesResponse
+	18, // 44: kvgrpc.v1.RegistryService.ResolveRanks:output_type -> kvgrpc.v1.ResolveRanksResponse
+	21, // 45: kvgrpc.v1.RegistryService.WatchEngines:output_type -> kvgrpc.v1.WatchEnginesResponse
+	39, // [39:46] is the sub-list for method output_type
+	32, // [32:39] is the sub-list for method input_type
+	32, // [32:32] is the sub-list for extension type_name
+	32, // [32:32] is the sub-list for extension extendee
+	0,  // [0:32] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_registry_service_proto_init() }
@@ -1715,7 +1731,7 @@ func file_kvgrpc_v1_registry_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvgrpc_v1_registry_service_proto_rawDesc), len(file_kvgrpc_v1_registry_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   21,
+			NumMessages:   22,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

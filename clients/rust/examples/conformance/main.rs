@@ -247,7 +247,7 @@ impl Driver {
 fn prompt_of(asked: &Command) -> pb::ScorePrompt {
     let values = asked.hashes.iter().map(|hash| number(hash)).collect();
     let prefix = Some(pb::score_prompt::Prefix::BlockHashes(pb::BlockHashes { values }));
-    pb::ScorePrompt { prefix, model: asked.model.clone() }
+    pb::ScorePrompt { prefix, model: asked.model.clone(), ..Default::default() }
 }
 
 fn pages_of(asked: &Command) -> pb::PromptPages {

@@ -97,7 +97,7 @@ async fn until(due: Instant) -> Result<(), String> {
 
 fn prompt(chain: u64) -> ScorePrompt {
     let values = (0..CHAIN).map(|at| key(chain, at)).collect();
-    ScorePrompt { prefix: Some(Prefix::BlockHashes(BlockHashes { values })), model: String::new() }
+    ScorePrompt { prefix: Some(Prefix::BlockHashes(BlockHashes { values })), ..Default::default() }
 }
 
 fn is_right(layout: &Layout, chain: u64, score: &kvgrpc::pb::CacheScore) -> bool {

@@ -23,6 +23,8 @@ const MAX_PROMPTS: usize = 1024;
 const MAX_PLAN_PROMPTS: usize = 256;
 const MAX_BLOCKS: usize = 65_536;
 const MAX_ENGINES: usize = 1024;
+/// A rank has no more.
+const MAX_LABELS: usize = 16;
 const MAX_NOT_FOLLOWED: usize = 100;
 const DEFAULT_PAGE: u32 = 100;
 const MAX_PAGE: u32 = 1000;
@@ -306,7 +308,11 @@ fn question(prompt: ScorePrompt, field: &str, left: &mut usize) -> Result<Questi
         return Err(invalid(&field, &value, &format!("at most {MAX_BLOCKS} blocks in all prompts together")));
     }
     *left -= hashes.len();
-    Ok(Question { hashes, model: prompt.model, ..Question::default() })
+    if prompt.labels.len() > MAX_LABELS {
+        let (field, value) = (format!("{field}.labels"), format!("{} of them", prompt.labels.len()));
+        return Err(invalid(&field, &value, &format!("at most {MAX_LABELS}")));
+    }
+    Ok(Question { hashes, model: prompt.model, labels: prompt.labels, ..Question::default() })
 }
 
 /// A state that is not known would be in no source's place: the answer would say that no cache is followed.

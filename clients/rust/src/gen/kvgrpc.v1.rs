@@ -1578,6 +1578,13 @@ pub struct ScorePrompt {
     /// asked run one. An engine whose model is not known is found without a name only.
     #[prost(string, tag = "4")]
     pub model: ::prost::alloc::string::String,
+    /// Only caches of ranks that have all of these labels at the registry, at most 16; empty: of any. Of caches that were named, and
+    /// not found at a registry, no label is known.
+    #[prost(map = "string, string", tag = "5")]
+    pub labels: ::std::collections::HashMap<
+        ::prost::alloc::string::String,
+        ::prost::alloc::string::String,
+    >,
     /// What it begins with.
     #[prost(oneof = "score_prompt::Prefix", tags = "1, 2, 3")]
     pub prefix: ::core::option::Option<score_prompt::Prefix>,
@@ -1784,6 +1791,12 @@ pub struct IndexSource {
     /// Name of the model that the registry knows its engine to run; empty: not known.
     #[prost(string, tag = "14")]
     pub model: ::prost::alloc::string::String,
+    /// The labels of its rank, as the registry knows them.
+    #[prost(map = "string, string", tag = "15")]
+    pub labels: ::std::collections::HashMap<
+        ::prost::alloc::string::String,
+        ::prost::alloc::string::String,
+    >,
 }
 /// Request of Plan.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -4956,6 +4969,13 @@ pub struct RankRow {
     /// published by another process, or by nobody.
     #[prost(bool, tag = "10")]
     pub serves_events: bool,
+    /// What its operator says of it, for whoever chooses among engines: zone, rack, tenant. At most 16, names and values of at most
+    /// 128 characters; no name is empty.
+    #[prost(map = "string, string", tag = "11")]
+    pub labels: ::std::collections::HashMap<
+        ::prost::alloc::string::String,
+        ::prost::alloc::string::String,
+    >,
 }
 /// One engine and its ranks.
 #[derive(Clone, PartialEq, ::prost::Message)]

@@ -248,7 +248,7 @@ impl Shared {
                 if address.is_empty() {
                     lacking.push((key.to_string(), "it serves events, and its row names no gRPC address".to_owned()));
                 } else {
-                    now.insert(key, CachePlace { address, model: model.clone() });
+                    now.insert(key, CachePlace { address, model: model.clone(), labels: row.labels.clone() });
                 }
             }
             let (ranks, missing) = (engine.head.registered_ranks, &engine.head.dp_lacking_events);
@@ -300,7 +300,7 @@ impl Shared {
                 .into_inner();
             for stream in page.streams {
                 let key = CacheKey { engine: stream.engine, dp: stream.dp };
-                places.insert(key, CachePlace { address: address.to_owned(), model: String::new() });
+                places.insert(key, CachePlace { address: address.to_owned(), ..CachePlace::default() });
             }
             if !pages.go_on(&page.next_page_token).map_err(|refusal| refusal.to_string())? {
                 return Ok(places);

@@ -219,6 +219,7 @@ impl Followed {
             digests_different: self.digests_different,
             last_error: self.last_error.clone(),
             model: self.place.model.clone(),
+            labels: self.place.labels.clone(),
         }
     }
 }

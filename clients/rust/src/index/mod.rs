@@ -10,7 +10,7 @@ mod table;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -56,6 +56,8 @@ pub struct Question {
     pub step_tokens: u32,
     /// What engines run, by ModelIdentity.name at the registry; empty: any, if all that are asked run one.
     pub model: String,
+    /// Only caches of ranks that have all of these labels at the registry; none: of any.
+    pub labels: HashMap<String, String>,
 }
 
 /// Which caches are told, and what of each.
@@ -105,11 +107,20 @@ impl fmt::Display for CacheKey {
     }
 }
 
-/// Where a cache is asked for, and what its engine runs; "": not known.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Where a cache is asked for, and what the registry says of its rank; "": not known.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct CachePlace {
     pub(crate) address: String,
     pub(crate) model: String,
+    pub(crate) labels: HashMap<String, String>,
+}
+
+impl CachePlace {
+    /// Whether a question is about what runs there.
+    pub(crate) fn is_asked(&self, question: &Question) -> bool {
+        (question.model.is_empty() || self.model == question.model)
+            && question.labels.iter().all(|(name, value)| self.labels.get(name) == Some(value))
+    }
 }
 
 /// Who holds the beginning of a request, over the caches of many engines: the same answers as IndexService.

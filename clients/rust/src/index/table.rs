@@ -172,7 +172,7 @@ impl Table {
     ) -> Result<Vec<pb::CacheScore>, ModelNeeded> {
         self.check_model(question, wanted)?;
         let is_asked = |followed: &Followed| {
-            (question.model.is_empty() || followed.place.model == question.model)
+            followed.place.is_asked(question)
                 && (wanted.engines.is_empty() || wanted.engines.contains(&followed.key.engine))
                 && followed.is_shown(now)
                 && wanted.max_staleness.is_none_or(|most| followed.is_exact_within(most, now))
@@ -212,7 +212,7 @@ impl Table {
         self.check_model(question, &Wanted::default())?;
         let mut by_size: BTreeMap<u32, Vec<&Followed>> = BTreeMap::new();
         for followed in self.all().filter(|followed| {
-            (question.model.is_empty() || followed.place.model == question.model)
+            followed.place.is_asked(question)
                 && followed.is_shown(now)
                 && followed.state() != State::Connecting
                 && max_staleness.is_none_or(|most| followed.is_exact_within(most, now))
@@ -253,8 +253,10 @@ impl Table {
         if !question.model.is_empty() || self.models.len() < 2 {
             return Ok(());
         }
-        let is_asked =
-            |followed: &&Followed| wanted.engines.is_empty() || wanted.engines.contains(&followed.key.engine);
+        let is_asked = |followed: &&Followed| {
+            followed.place.is_asked(question)
+                && (wanted.engines.is_empty() || wanted.engines.contains(&followed.key.engine))
+        };
         let mut models: Vec<String> =
             self.all().filter(is_asked).map(|followed| followed.place.model.clone()).collect();
         models.sort();

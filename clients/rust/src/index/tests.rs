@@ -1,5 +1,6 @@
 //! How fresh what is told of a cache is, what a registry's messages lead to, what is planned, and what is saved.
 
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -42,7 +43,7 @@ impl World {
 
     fn add(&mut self, engine: &str, model: &str) -> (u32, CacheKey) {
         let key = CacheKey { engine: engine.into(), dp: 0 };
-        let place = CachePlace { address: String::new(), model: model.into() };
+        let place = CachePlace { model: model.into(), ..CachePlace::default() };
         (self.table.add(key.clone(), place), key)
     }
 
@@ -155,6 +156,27 @@ fn a_question_names_a_model_where_the_caches_are_of_several() {
     assert_eq!(engines(&world, "n", &[]).unwrap(), ["q"]);
     assert_eq!(engines(&world, "", &["p"]).unwrap(), ["p"]);
     assert!(engines(&world, "nobody's", &[]).unwrap().is_empty());
+}
+
+#[test]
+fn labels_leave_out_caches_whose_rank_lacks_one() {
+    let (mut world, zone) = (World::new(), |name: &str| HashMap::from([("zone".to_owned(), name.to_owned())]));
+    for (engine, model, labels) in [("A", "a", zone("x")), ("B", "b", zone("y")), ("C", "c", HashMap::new())] {
+        let place = CachePlace { model: model.into(), labels, ..CachePlace::default() };
+        let key = CacheKey { engine: engine.into(), dp: 0 };
+        let known = (world.table.add(key.clone(), place), key);
+        world.came(&known, begin("a", 3));
+        world.hear(&known, Item::Reset { log_id: "a".into(), whole: true });
+        world.hear(&known, events("a", 3, vec![stored(&[1], "GPU", 16)], true));
+    }
+    // Those that are asked are of one model then.
+    for (name, holders) in [("x", vec!["A"]), ("y", vec!["B"]), ("z", vec![])] {
+        let question = Question { hashes: vec![1], labels: zone(name), ..Default::default() };
+        let scores = world.table.score(&question, &Wanted::default(), world.now).unwrap();
+        assert_eq!(scores.iter().map(|score| score.engine.as_str()).collect::<Vec<_>>(), holders);
+        let held = world.table.holdings(&question, None, world.now).unwrap();
+        assert_eq!(held.iter().map(|holding| holding.key.engine.as_str()).collect::<Vec<_>>(), holders);
+    }
 }
 
 fn row(tp: u32, epoch: u64) -> pb::RankRow {
