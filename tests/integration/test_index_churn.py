@@ -1,6 +1,6 @@
 """Every score of an index is right at its sequence, while engines die, come back, compact their logs and are flooded.
 
-One checker, for the index in Python and for the native one.
+One checker, for the index in Python, of which `make test` has a short run, and for the native one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from tests.support.waiting import until
 
 ENGINES, BLOCKS, FLOOD, PROMPTS = 8, 48, 40, 8
 # What makes a run: scores compared, and what happened at each engine meanwhile. A busy machine takes longer for it.
-SCORES, HAPPENINGS, LONGEST_SECONDS = 1000, 150, 300.0
+SCORES, LONGEST_SECONDS = 1000, 300.0
+SHORT, LONG = 30, 150
 MEDIA = ("GPU", "GPU", "CPU", "CPU_PINNED", "DISK", "EXTERNAL")
 REACHED = ({"GPU"}, {"GPU", "CPU", "CPU_PINNED"}, {"GPU", "CPU", "CPU_PINNED", "DISK"}, set(MEDIA))
 State = tuple[frozenset[str], ...]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 
 class Recorded(Publishing):
@@ -79,10 +80,10 @@ def holds(state: State, first: int, blocks: int) -> tuple[int, ...]:
     return tuple(ends)
 
 
-async def churn(engine: Recorded, chance: random.Random, checker: Checker) -> None:
+async def churn(engine: Recorded, chance: random.Random, checker: Checker, happenings: int) -> None:
     """Whatever happens to an engine and its cache, as long as scores are compared."""
     happened = 0
-    while not checker.is_enough or happened < HAPPENINGS:
+    while not checker.is_enough or happened < happenings:
         happened += 1
         kind = chance.random()
         if kind < 0.02:
@@ -169,7 +170,7 @@ async def engines() -> AsyncIterator[list[Recorded]]:
         await engine.__aexit__()
 
 
-@pytest.fixture(params=["python", "native"])
+@pytest.fixture(params=["python", pytest.param("native", marks=pytest.mark.slow)])
 async def address(request: pytest.FixtureRequest, engines: list[Recorded]) -> AsyncIterator[str]:
     """Where an index of the engines listens."""
     sources = [engine.address for engine in engines]
@@ -179,12 +180,18 @@ async def address(request: pytest.FixtureRequest, engines: list[Recorded]) -> As
     await asyncio.to_thread(server.close)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("seed", "happenings"),
+    [(2, SHORT), *(pytest.param(seed, LONG, marks=pytest.mark.slow) for seed in range(2))],
+)
 async def test_every_score_is_what_the_cache_held_at_its_sequence(
-    address: str, engines: list[Recorded], seed: int
+    address: str, engines: list[Recorded], seed: int, happenings: int
 ) -> None:
     checker, chance = Checker(address, engines), random.Random(seed)
-    churning = [asyncio.ensure_future(churn(each, random.Random(f"{seed} {each.engine}"), checker)) for each in engines]
+    churning = [
+        asyncio.ensure_future(churn(each, random.Random(f"{seed} {each.engine}"), checker, happenings))
+        for each in engines
+    ]
     end = time.monotonic() + LONGEST_SECONDS
     while not all(task.done() for task in churning):
         assert time.monotonic() < end, (checker.scores, checker.states)
