@@ -71,6 +71,8 @@ func (followed *followed) run(ctx context.Context, client kvgrpcv1.EventServiceC
 		cache:     followed,
 		observer:  followed,
 		snapshots: true,
+		// What it keeps are names of blocks.
+		withoutTokens: true,
 	}
 	watch.run(ctx)
 }

@@ -105,8 +105,10 @@ type watcher struct {
 	observer  observer
 	snapshots bool
 	stopped   bool
-	pause     time.Duration
-	failedAt  time.Time
+	// Snapshots name blocks alone, where the publisher can leave out the rest.
+	withoutTokens bool
+	pause         time.Duration
+	failedAt      time.Time
 	// A call said something, this one or one before it.
 	begun bool
 	// What the call asked for: to go on from the cursor, or a snapshot; neither is the oldest batch.
@@ -182,7 +184,9 @@ func orSilent(ctx context.Context, err error) error {
 }
 
 func (watch *watcher) request() *kvgrpcv1.WatchRequest {
-	request := &kvgrpcv1.WatchRequest{Engine: watch.stream.Engine, Dp: watch.stream.DP}
+	request := &kvgrpcv1.WatchRequest{
+		Engine: watch.stream.Engine, Dp: watch.stream.DP, WithoutTokens: watch.withoutTokens,
+	}
 	watch.resumes, watch.askedSnapshot = watch.known, watch.snapshots && !watch.known
 	switch {
 	case watch.known:

@@ -263,6 +263,7 @@ class EventFollower:
             from_sequence=order.first,
             end_sequence=order.last,
             mode=pb.WatchMode.ValueType(order.mode),
+            without_tokens=True,
         )
         call = EventServiceStub(self._dial()).Watch(request)
         stream = StallDetector(call, IDLE_TIMEOUT_SECONDS)

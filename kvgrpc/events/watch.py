@@ -41,7 +41,7 @@ class WatchMode(enum.IntEnum):
 class WatchOrder:
     """What a reader asks for: sequences inclusive, None where it leaves the choice to us.
 
-    ``chunk_bytes``: how much may be read of the journal at once.
+    ``chunk_bytes``: how much may be read of the journal at once. ``without_tokens``: snapshots name blocks alone.
     """
 
     mode: WatchMode
@@ -49,6 +49,7 @@ class WatchOrder:
     first: int | None = None
     last: int | None = None
     chunk_bytes: int = CHUNK_BYTES
+    without_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,9 @@ class Watch:
             if self._snapshot is None:
                 # Old enough to be shared, young enough to be read before the journal overtakes it.
                 useful = (journal.oldest_sequence + journal.next_sequence) // 2
-                self._snapshot = await asyncio.to_thread(recorder.snapshot, useful)
+                self._snapshot = await asyncio.to_thread(
+                    recorder.snapshot, useful, without_tokens=self._order.without_tokens
+                )
                 self._next_part = 0
                 self._snapshots_in_a_row += 1
             snapshot, index = self._snapshot, self._next_part

@@ -21,7 +21,7 @@ from kvgrpc.events.model import (
     TierBlocksCleared,
     UnknownEvent,
 )
-from kvgrpc.events.watch import Part, SnapshotPart, WatchBegins, WatchHeartbeat, WatchMode, WatchOrder
+from kvgrpc.events.watch import CHUNK_BYTES, Part, SnapshotPart, WatchBegins, WatchHeartbeat, WatchMode, WatchOrder
 from kvgrpc.model import raise_if
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import event_service_pb2 as pb
@@ -76,9 +76,9 @@ def order_from_pb(request: pb.WatchRequest) -> tuple[WatchOrder, Form]:
         request.log_id,
         request.from_sequence if request.HasField("from_sequence") else None,
         request.end_sequence if request.HasField("end_sequence") else None,
+        TYPED_CHUNK_BYTES if typed else CHUNK_BYTES,
+        request.without_tokens,
     )
-    if typed:
-        order = WatchOrder(order.mode, order.log_id, order.first, order.last, TYPED_CHUNK_BYTES)
     return order, Form(typed, frozenset(request.tiers), frozenset(request.groups))
 
 

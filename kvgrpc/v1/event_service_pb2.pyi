@@ -279,6 +279,7 @@ class WatchRequest(_message.Message):
     ENCODING_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    WITHOUT_TOKENS_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Name of the engine; empty when this process publishes exactly one stream."""
     dp: _builtins.int
@@ -293,6 +294,10 @@ class WatchRequest(_message.Message):
     """How to read."""
     encoding: Global___WatchEncoding.ValueType
     """What batches and snapshots look like."""
+    without_tokens: _builtins.bool
+    """Snapshots name blocks alone, without tokens, parents and extra keys: a fifth of the bytes, for whoever keeps what is cached, as
+    an index. Batches are as they were published. A server that does not know this tells everything.
+    """
     @_builtins.property
     def tiers(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.Tier.ValueType]:
         """TYPED only: events of these tiers only; empty: of all. Batches without such events come too, with their sequence."""
@@ -313,10 +318,11 @@ class WatchRequest(_message.Message):
         encoding: Global___WatchEncoding.ValueType = ...,
         tiers: _abc.Iterable[_common_pb2.Tier.ValueType] | None = ...,
         groups: _abc.Iterable[_builtins.int] | None = ...,
+        without_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_end_sequence", b"_end_sequence", "_from_sequence", b"_from_sequence", "end_sequence", b"end_sequence", "from_sequence", b"from_sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_end_sequence", b"_end_sequence", "_from_sequence", b"_from_sequence", "dp", b"dp", "encoding", b"encoding", "end_sequence", b"end_sequence", "engine", b"engine", "from_sequence", b"from_sequence", "groups", b"groups", "log_id", b"log_id", "mode", b"mode", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_end_sequence", b"_end_sequence", "_from_sequence", b"_from_sequence", "dp", b"dp", "encoding", b"encoding", "end_sequence", b"end_sequence", "engine", b"engine", "from_sequence", b"from_sequence", "groups", b"groups", "log_id", b"log_id", "mode", b"mode", "tiers", b"tiers", "without_tokens", b"without_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__end_sequence: _TypeAlias = _typing.Literal["end_sequence"]  # noqa: Y015
     _WhichOneofArgType__end_sequence: _TypeAlias = _typing.Literal["_end_sequence", b"_end_sequence"]  # noqa: Y015

@@ -47,6 +47,32 @@ async def test_a_snapshot_is_the_state_and_then_what_comes() -> None:
         assert decode_batch(message.raw.payloads[0]).events == [stored(5)]
 
 
+@pytest.mark.parametrize("encoding", [pb.WATCH_ENCODING_RAW, TYPED])
+async def test_a_snapshot_without_tokens_is_the_same_state_and_batches_are_whole(encoding: Any) -> None:
+    async with served() as events:
+        await publish(events, stored(1, 2, 3), stored(4, parent=3))
+        call = events.watch(SNAPSHOT, encoding=encoding, without_tokens=True)
+        await call.read()
+        parts = await snapshot_of(call)
+        told = [event for part in parts for payload in part.payloads for event in decode_batch(payload).events]
+        assert [event.token_ids for event in told if isinstance(event, BlockStored)] == [[]] * len(told)
+        assert [list(event.stored.token_ids) for part in parts for event in part.events] in ([], [[]])
+        assert parts[-1].state == (await snapshot_of(await begun(events)))[-1].state
+        await publish(events, stored(5))
+        message = await call.read()
+        if encoding == TYPED:
+            assert len(message.typed.batches[0].events[0].stored.token_ids) == 4
+        else:
+            assert decode_batch(message.raw.payloads[0]).events == [stored(5)]
+
+
+async def begun(events: Served) -> Any:
+    """A Watch of a whole snapshot, behind its first message."""
+    call = events.watch(SNAPSHOT)
+    await call.read()
+    return call
+
+
 async def test_a_snapshot_of_nothing_is_one_empty_part() -> None:
     async with served() as events:
         call = events.watch(SNAPSHOT)

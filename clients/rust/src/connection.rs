@@ -89,6 +89,10 @@ impl Dialer {
         self.authorized(self.endpoint.connect_lazy())
     }
 
+    pub(crate) fn target(&self) -> &str {
+        &self.target
+    }
+
     /// The same for who follows one of many streams.
     pub(crate) fn following(&self) -> AuthorizedChannel {
         let endpoint = self.endpoint.clone().initial_stream_window_size(FOLLOWED_BYTES);

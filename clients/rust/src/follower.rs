@@ -1,9 +1,12 @@
 //! What follows one stream of events over the network.
 
+use std::sync::Arc;
+
 use tonic::{Status, Streaming};
 
 use crate::cache::Cache;
 use crate::connection::{AuthorizedChannel, Dialer};
+use crate::connections::{Connection, Connections};
 use crate::contents::Verdict;
 use crate::pb::{event_service_client::EventServiceClient, WatchRequest, WatchResponse};
 use crate::watch::{Calls, Item, Listener, Messages, Stream, Watcher};
@@ -53,15 +56,21 @@ impl Listener for Cache {
     }
 }
 
-/// Makes the calls, on a new channel where the one before was of no use.
+/// Makes the calls, on another connection where the one before was of no use.
 pub(crate) struct Publisher {
     dialer: Dialer,
-    channel: Option<AuthorizedChannel>,
+    connections: Arc<Connections>,
+    connection: Option<Connection>,
 }
 
 impl Publisher {
     pub(crate) fn new(dialer: Dialer) -> Self {
-        Self { dialer, channel: None }
+        Self::sharing(dialer, Arc::default())
+    }
+
+    /// With the other followers of these.
+    pub(crate) fn sharing(dialer: Dialer, connections: Arc<Connections>) -> Self {
+        Self { dialer, connections, connection: None }
     }
 }
 
@@ -69,12 +78,15 @@ impl Calls for Publisher {
     type Call = Streaming<WatchResponse>;
 
     async fn watch(&mut self, request: WatchRequest) -> Result<Self::Call, Status> {
-        let channel = self.channel.get_or_insert_with(|| self.dialer.following()).clone();
+        let connection = self.connection.get_or_insert_with(|| self.connections.take(&self.dialer));
+        let channel = AuthorizedChannel::clone(connection);
         Ok(EventServiceClient::new(channel).watch(request).await?.into_inner())
     }
 
     fn leave(&mut self) {
-        self.channel = None;
+        if let Some(connection) = self.connection.take() {
+            self.connections.leave(&self.dialer, &connection);
+        }
     }
 }
 

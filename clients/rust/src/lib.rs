@@ -24,6 +24,7 @@ mod batch;
 mod blocks;
 mod cache;
 mod connection;
+mod connections;
 mod contents;
 mod entries;
 mod fields;

@@ -152,6 +152,8 @@ pub(crate) struct Watcher<C: Calls, L: Listener> {
     failed_at: Option<Instant>,
     /// Snapshots are asked for.
     snapshots: bool,
+    /// They may name blocks alone.
+    without_tokens: bool,
     /// A call said something, this one or one before it.
     begun: bool,
     /// What the call asked for: to go on from the cursor, or a snapshot; neither is the oldest batch.
@@ -176,6 +178,7 @@ impl<C: Calls, L: Listener> Watcher<C, L> {
             pause: Duration::ZERO,
             failed_at: None,
             snapshots: true,
+            without_tokens: false,
             begun: false,
             resumes: false,
             asked_snapshot: false,
@@ -183,6 +186,12 @@ impl<C: Calls, L: Listener> Watcher<C, L> {
             log_id: String::new(),
             next: 0,
         }
+    }
+
+    /// Snapshots name blocks alone, where the publisher can leave out the rest.
+    pub(crate) fn without_tokens(mut self) -> Self {
+        self.without_tokens = true;
+        self
     }
 
     /// Goes on behind what is known of a log, in place of a snapshot.
@@ -259,6 +268,7 @@ impl<C: Calls, L: Listener> Watcher<C, L> {
             from_sequence: self.known.then_some(self.next),
             mode: mode.into(),
             encoding: encoding.into(),
+            without_tokens: self.without_tokens,
             ..Default::default()
         }
     }

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -19,7 +19,7 @@ from kvgrpc.errors import TooManyRequests
 from kvgrpc.events.codec import BatchEncoder, Dialect, Encoding, decode_batch
 from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, StateDigest
 from kvgrpc.events.log.journal import MAX_BATCH_BYTES, DroppedRange
-from kvgrpc.events.log.snapshot import CachedBlock, CacheState, Cut, stored_event
+from kvgrpc.events.log.snapshot import CachedBlock, CacheState, Cut, named_event, stored_event
 from kvgrpc.events.model import BlockStored, KVEventBatch
 from kvgrpc.observability import metrics
 
@@ -88,8 +88,9 @@ class Recorder:
                 self._digest = self._state.digest()
             return True
 
-    def snapshot(self, oldest_useful: int) -> SnapshotCut:
+    def snapshot(self, oldest_useful: int, *, without_tokens: bool = False) -> SnapshotCut:
         """A snapshot at ``oldest_useful`` or later: the one that others read, or a new one. May take milliseconds.
+        ``without_tokens``: it names blocks alone.
 
         Raises TooManyRequests when others read too many older ones just now.
         """
@@ -97,7 +98,7 @@ class Recorder:
             pass
         with self._lock:
             for snapshot in list(self._snapshots):
-                if snapshot.next_sequence >= oldest_useful:
+                if snapshot.next_sequence >= oldest_useful and snapshot.without_tokens == without_tokens:
                     return snapshot
             if len(self._snapshots) >= MAX_SNAPSHOTS and not self._give_up_one():
                 raise TooManyRequests(
@@ -105,7 +106,8 @@ class Recorder:
                     metadata={"limit": MAX_SNAPSHOTS, "value": len(self._snapshots) + 1, "scope": "snapshots"},
                     retry_after=_RETRY_SECONDS,
                 )
-            snapshot = SnapshotCut(self._state.cut(), BatchEncoder(self._dialect, Encoding.MAP, self._rank))
+            encoder = BatchEncoder(self._dialect, Encoding.MAP, self._rank)
+            snapshot = SnapshotCut(self._state.cut(), encoder, without_tokens=without_tokens)
             self._snapshots.add(snapshot)
             return snapshot
 
@@ -146,14 +148,16 @@ class SnapshotGivenUp(Exception):
 class SnapshotCut:
     """A cut in parts, each encoded once for all readers, by the one that comes to it first. Thread-safe."""
 
-    def __init__(self, cut: Cut, encoder: BatchEncoder) -> None:
+    def __init__(self, cut: Cut, encoder: BatchEncoder, *, without_tokens: bool = False) -> None:
         self.next_sequence = cut.next_sequence
         self.copies = cut.copies
         self.digest = cut.digest
         self._encoder = encoder
         self._lock = threading.Lock()
         self._parts: list[bytes] = []
-        self._rest = _parts_of(cut)
+        self.without_tokens = without_tokens
+        self._event = named_event if without_tokens else stored_event
+        self._rest = _parts_of(cut, self._event)
         self._complete = False
         self._given_up = False
         self.cut_at = self.read_at = time.monotonic()
@@ -195,7 +199,7 @@ class SnapshotCut:
         if len(runs) == 1:
             # The half of a run is a run.
             (blocks, _), middle = runs[0], len(runs[0][0]) // 2
-            runs = [(half, stored_event(half)) for half in (blocks[:middle], blocks[middle:])]
+            runs = [(half, self._event(half)) for half in (blocks[:middle], blocks[middle:])]
         middle = len(runs) // 2
         self._encode(runs[:middle])
         self._encode(runs[middle:])
@@ -206,18 +210,19 @@ class SnapshotCut:
         if size <= MAX_BATCH_BYTES or len(blocks) == 1:
             return False
         first = blocks[:1]
-        return len(self._payload_of([(first, stored_event(first))])) <= MAX_BATCH_BYTES
+        return len(self._payload_of([(first, self._event(first))])) <= MAX_BATCH_BYTES
 
     def _payload_of(self, runs: list[_Run]) -> bytes:
         return self._encoder.encode(KVEventBatch(time.time(), [event for _, event in runs]))
 
 
-def _parts_of(cut: Cut) -> Iterator[list[_Run]]:
+def _parts_of(cut: Cut, event_of: Callable[[list[CachedBlock]], BlockStored]) -> Iterator[list[_Run]]:
     part: list[_Run] = []
     size = blocks = 0
     for run in cut.runs():
-        part.append((run, stored_event(run)))
-        size += _RUN_BYTES + sum(_BLOCK_BYTES + len(block.tokens) for block in run)
+        part.append((run, event_of(run)))
+        tokens = sum(len(block.tokens) for block in run) if event_of is stored_event else 0
+        size += _RUN_BYTES + _BLOCK_BYTES * len(run) + tokens
         blocks += len(run)
         if blocks >= _SLICE_BLOCKS:
             time.sleep(_PAUSE_SECONDS)

@@ -214,12 +214,21 @@ class _Tier:
 
 def stored_event(run: list[CachedBlock]) -> BlockStored:
     """The event that says a run. Its ``token_ids`` are msgspec.Raw, which an encoder writes as they are."""
-    first, about = run[0], run[0].about
-    extras = [block.extra for block in run] if first.extra is not None else None
+    extras = [block.extra for block in run] if run[0].extra is not None else None
+    return _event(run, run[0].parent, _joined([block.tokens for block in run]), extras)
+
+
+def named_event(run: list[CachedBlock]) -> BlockStored:
+    """The event that names the blocks of a run and says no more of them than where they lie."""
+    return _event(run, None, [], None)
+
+
+def _event(run: list[CachedBlock], parent: BlockHash | None, tokens: Any, extras: list[Any] | None) -> BlockStored:
+    about = run[0].about
     return BlockStored(
         [block.block_hash for block in run],
-        first.parent,
-        _joined([block.tokens for block in run]),
+        parent,
+        tokens,
         about.block_size,
         about.lora_id,
         about.medium,

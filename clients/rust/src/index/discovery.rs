@@ -9,6 +9,7 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::timeout;
 
 use crate::batch::Event;
+use crate::connections::Connections;
 use crate::follower::Publisher;
 use crate::index::engines::EngineMirror;
 use crate::index::file;
@@ -45,6 +46,7 @@ pub(crate) struct Shared {
     pub(crate) table: RwLock<Table>,
     directory: Mutex<Directory>,
     options: IndexOptions,
+    connections: Arc<Connections>,
 }
 
 struct Directory {
@@ -78,7 +80,8 @@ impl Shared {
             read: options.saved.is_none(),
             lacking: BTreeMap::new(),
         };
-        Arc::new(Self { table: RwLock::new(Table::new()), directory: Mutex::new(directory), options })
+        let table = RwLock::new(Table::new());
+        Arc::new(Self { table, directory: Mutex::new(directory), options, connections: Arc::default() })
     }
 
     /// What cannot be followed now, each with its reason.
@@ -328,7 +331,8 @@ impl Shared {
             let cache = self.table.write().add(key.clone(), place.clone());
             let listening = Listening { shared: self.clone(), cache, key: key.clone() };
             let saved = directory.saved.clone();
-            let mut watcher = Watcher::new(Publisher::new(dialer), listening, stream);
+            let publisher = Publisher::sharing(dialer, self.connections.clone());
+            let mut watcher = Watcher::new(publisher, listening, stream).without_tokens();
             let task = tokio::spawn(async move {
                 if let Some(saved) = saved {
                     go_on_from(&saved, &mut watcher).await;
