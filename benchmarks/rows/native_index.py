@@ -68,6 +68,10 @@ class Program:
         assert self._process.stdout is not None
         self.address = self._process.stdout.readline().split()[-1]
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def rss(self) -> int:
         return int(psutil.Process(self._process.pid).memory_info().rss)
 
@@ -85,7 +89,8 @@ Start = Callable[..., Program]
 
 
 def native(source: str, *more: str) -> Program:
-    return Program([str(PROGRAMS["index"]), "--listen", "127.0.0.1:0", "--source", source, *more])
+    named = ["--source", source] if source else []
+    return Program([str(PROGRAMS["index"]), "--listen", "127.0.0.1:0", *named, *more])
 
 
 def in_python(source: str, *more: str) -> Program:
@@ -93,8 +98,9 @@ def in_python(source: str, *more: str) -> Program:
     return Program([*command, "--source", source, *more])
 
 
-def fleet(blocks: int, batches_a_second: int, layout: str, engines: int = ENGINES) -> Program:
-    return Program([str(PROGRAMS["fleet"]), str(engines), str(blocks), str(batches_a_second), layout])
+def fleet(blocks: int, batches_a_second: int, layout: str, engines: int = ENGINES, dp_ranks: int = 1) -> Program:
+    """Of so many caches, as many of which as ``dp_ranks`` are an engine."""
+    return Program([str(PROGRAMS["fleet"]), str(engines), str(blocks), str(batches_a_second), layout, str(dp_ranks)])
 
 
 def standing(client: SyncClient) -> tuple[int, int]:

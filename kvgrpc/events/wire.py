@@ -9,7 +9,7 @@ import msgspec
 from kvgrpc.errors import Violation
 from kvgrpc.events.codec import decode_batch
 from kvgrpc.events.log.digest import StateDigest, hash_key, medium_key
-from kvgrpc.events.log.journal import MAX_BATCH_BYTES, Batches, DroppedRange
+from kvgrpc.events.log.journal import CHUNK_BYTES, MAX_BATCH_BYTES, Batches, DroppedRange
 from kvgrpc.events.log.stream import StreamState
 from kvgrpc.events.model import (
     AllBlocksCleared,
@@ -21,7 +21,7 @@ from kvgrpc.events.model import (
     TierBlocksCleared,
     UnknownEvent,
 )
-from kvgrpc.events.watch import CHUNK_BYTES, Part, SnapshotPart, WatchBegins, WatchHeartbeat, WatchMode, WatchOrder
+from kvgrpc.events.watch import Part, SnapshotPart, WatchBegins, WatchHeartbeat, WatchMode, WatchOrder
 from kvgrpc.model import raise_if
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import event_service_pb2 as pb

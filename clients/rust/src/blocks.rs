@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use crate::entries::{Chunk, Entries, Position, Walk};
+use crate::entries::{Chunk, Entries, Walk};
 use crate::holders::{place_of, slots_of, Holders, SetId, Slot, NOBODY};
 
 /// Of so many placements that nobody looks at, or half of all blocks, a sweep is begun.

@@ -115,7 +115,7 @@ impl Entries {
         let mut gone = Vec::new();
         for (at, set) in swept.sets.iter_mut().enumerate().filter(|(_, set)| **set != NOBODY) {
             match after(*set) {
-                NOBODY => gone.push((chunk << CHUNK_BITS | at) as Position),
+                NOBODY => gone.push(((chunk << CHUNK_BITS) | at) as Position),
                 other => *set = other,
             }
         }
@@ -140,7 +140,7 @@ impl Entries {
         let last = &mut self.chunks[chunk];
         last.keys.push(0);
         last.sets.push(NOBODY);
-        (chunk << CHUNK_BITS | (last.keys.len() - 1)) as Position
+        ((chunk << CHUNK_BITS) | (last.keys.len() - 1)) as Position
     }
 
     #[inline]
@@ -203,7 +203,7 @@ mod tests {
             if random.u32(..3) == 0 {
                 let mut gone: Vec<Position> = run.iter().filter_map(|key| entries.find(*key, 0)).collect();
                 entries.remove(&mut gone);
-                run.iter().for_each(|key| drop(expected.remove(key)));
+                expected.retain(|key, _| !run.contains(key));
                 continue;
             }
             for key in run {

@@ -225,7 +225,8 @@ def test_a_snapshot_without_tokens_names_the_same_blocks_in_a_fifth_of_the_bytes
 
 
 def payloads(snapshot: SnapshotCut) -> list[bytes]:
-    found, last = [], False
+    found: list[bytes] = []
+    last = False
     while not last:
         payload, last = snapshot.part(len(found))
         found.append(payload)
