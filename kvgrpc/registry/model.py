@@ -5,14 +5,17 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from kvgrpc.errors import InvalidRequest, Violation
 from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankId, RankRef, Role
-from kvgrpc.registry.labels import Labels
 
 # Seconds that a lease lives without a renewal.
 DEFAULT_TTL = 10.0
+# What an operator says of a rank, for whoever chooses among engines: names and values, by name.
+Labels = tuple[tuple[str, str], ...]
+MAX_LABELS, MAX_LABEL_CHARS = 16, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +222,28 @@ def conflict_metadata(rank: RankId, differences: Mapping[str, str]) -> dict[str,
     shown = dict(itertools.islice(differences.items(), 16))
     values = {field: value[:120] for field, value in shown.items()}
     return {"rank": str(rank), "mismatchedFields": ",".join(shown), **values}
+
+
+def labels_of(texts: Iterable[str]) -> Labels:
+    """Reads "NAME=VALUE" of each. Raises InvalidRequest."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, is_one, value = text.partition("=")
+        if not is_one or name in found:
+            raise InvalidRequest.of("labels", text, "NAME=VALUE, no name twice")
+        found[name] = value
+    for violation in wrong_labels(found, "labels"):
+        raise InvalidRequest.of(violation.field, violation.value, violation.description)
+    return tuple(sorted(found.items()))
+
+
+def wrong_labels(labels: Mapping[str, str], path: str) -> Iterator[Violation]:
+    """Yields one for each that cannot be."""
+    if len(labels) > MAX_LABELS:
+        yield Violation(path, f"at most {MAX_LABELS}", f"{len(labels)} of them")
+    for name, value in labels.items():
+        if not 0 < len(name) <= MAX_LABEL_CHARS or len(value) > MAX_LABEL_CHARS:
+            yield Violation(path, f"a name of 1 to {MAX_LABEL_CHARS} characters, and a value of at most as many", name)
 
 
 def _coordinates(wanted: int | None, size: int) -> range:

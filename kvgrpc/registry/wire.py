@@ -13,7 +13,6 @@ from kvgrpc import wire
 from kvgrpc.errors import InvalidRequest, Violation
 from kvgrpc.model import MAX_REGIONS, Pool, RankRef, Role, check_pools, check_rank, raise_if
 from kvgrpc.registry.addresses import check_advertised, check_events_endpoint
-from kvgrpc.registry.labels import wrong_labels
 from kvgrpc.registry.model import (
     AbsentRank,
     Endpoints,
@@ -23,6 +22,7 @@ from kvgrpc.registry.model import (
     RankRow,
     RankSelector,
     ResolvedEngine,
+    wrong_labels,
 )
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb

@@ -10,7 +10,7 @@ from kvgrpc.events.config import EventsConfig
 from kvgrpc.fields import is_right, kinds_of, rule_of, violations
 from kvgrpc.model import RankRef, Role, check_pools, check_rank, raise_if
 from kvgrpc.net import AddressPolicy, advertised, check_advertised, check_listen, is_wildcard, replicas, split
-from kvgrpc.registry.labels import labels_of
+from kvgrpc.registry.model import labels_of
 from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.server.config import LONGEST_TIMEOUT_SECONDS, LeaseSeconds, RankConfig
 from kvgrpc.transfer.protocol.types import Timing

@@ -57,7 +57,6 @@ PURE = (
     ),
     *("kvgrpc/transfer/protocol/", "kvgrpc/transfer/layout/", "kvgrpc/registry/model.py", "kvgrpc/registry/engine.py"),
     *("kvgrpc/registry/table.py", "kvgrpc/registry/acceptance.py", "kvgrpc/registry/departures.py"),
-    "kvgrpc/registry/labels.py",
     "kvgrpc/dataplane/base.py",
     *(
         "kvgrpc/events/log/journal.py",

@@ -27,8 +27,7 @@ from kvgrpc.events.log.digest import hash_key
 from kvgrpc.hashing import sglang_event_hash
 from kvgrpc.model import ModelIdentity
 from kvgrpc.pull.model import PullConfig
-from kvgrpc.registry.labels import Labels
-from kvgrpc.registry.model import Endpoints, RankRow
+from kvgrpc.registry.model import Endpoints, Labels, RankRow
 from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.server import IndexServer, RegistryServer

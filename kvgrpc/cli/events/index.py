@@ -17,7 +17,7 @@ from kvgrpc.cli.events.publisher import calls_a_publisher
 from kvgrpc.cli.names import seconds_of, value_name
 from kvgrpc.cli.output import seconds, show_json, show_table, wide_option
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.registry.labels import labels_of
+from kvgrpc.registry.model import labels_of
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient, SyncEventFollower

@@ -29,8 +29,7 @@ from kvgrpc.prefetch.servicer import PrefetchServicer
 from kvgrpc.registry.client.following import Following
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.client.resolver import Resolver
-from kvgrpc.registry.labels import labels_of
-from kvgrpc.registry.model import Endpoints, RankRow, RankSelector
+from kvgrpc.registry.model import Endpoints, RankRow, RankSelector, labels_of
 from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
 from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.channel import open_channel

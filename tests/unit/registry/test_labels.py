@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.registry.labels import Labels, labels_of
-from kvgrpc.registry.model import row_differences
+from kvgrpc.registry.model import Labels, labels_of, row_differences
 from kvgrpc.registry.wire import PoolCache, row_from_pb, row_to_pb, rows_to_register
 from kvgrpc.v1 import registry_service_pb2 as pb
 from tests.unit.registry.builders import row
