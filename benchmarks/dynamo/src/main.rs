@@ -43,10 +43,12 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     let question = |chain| (0..CHAIN).map(|at| LocalBlockHash(key(chain, at))).collect::<Vec<_>>();
     let questions: Vec<_> = (0..measured::CHAINS).map(question).collect();
-    measured::say_asked(&layout, seconds, |chain| {
-        let told = indexer.backend().find_matches_impl(&questions[chain as usize], false);
-        told.scores.iter().map(|(worker, blocks)| (worker.worker_id, u64::from(*blocks))).collect()
-    })?;
+    measured::say_asked(
+        &layout,
+        seconds,
+        |chain| indexer.backend().find_matches_impl(&questions[chain as usize], false),
+        |told| told.scores.iter().map(|(worker, blocks)| (worker.worker_id, u64::from(*blocks))).collect(),
+    )?;
     Ok(())
 }
 

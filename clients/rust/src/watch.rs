@@ -2,8 +2,10 @@
 
 use std::collections::VecDeque;
 use std::future::Future;
+use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{timeout, Instant};
 use tonic::{Code, Status};
 
@@ -20,6 +22,9 @@ const CALM: Duration = Duration::from_secs(60);
 const LONGEST_ASKED: Duration = Duration::from_secs(60);
 /// Heartbeats come each second: a publisher that is idle for so long is taken for gone.
 pub(crate) const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// For a place among those who take a snapshot nobody waits longer.
+pub(crate) const LONGEST_TURN: Duration = Duration::from_secs(2);
 
 /// What to follow.
 #[derive(Debug, Clone, Default)]
@@ -154,6 +159,9 @@ pub(crate) struct Watcher<C: Calls, L: Listener> {
     snapshots: bool,
     /// They may name blocks alone.
     without_tokens: bool,
+    /// Of whom so many take a snapshot at a time; the place that this one has.
+    turns: Option<Arc<Semaphore>>,
+    turn: Option<OwnedSemaphorePermit>,
     /// A call said something, this one or one before it.
     begun: bool,
     /// What the call asked for: to go on from the cursor, or a snapshot; neither is the oldest batch.
@@ -179,6 +187,8 @@ impl<C: Calls, L: Listener> Watcher<C, L> {
             failed_at: None,
             snapshots: true,
             without_tokens: false,
+            turns: None,
+            turn: None,
             begun: false,
             resumes: false,
             asked_snapshot: false,
@@ -191,6 +201,12 @@ impl<C: Calls, L: Listener> Watcher<C, L> {
     /// Snapshots name blocks alone, where the publisher can leave out the rest.
     pub(crate) fn without_tokens(mut self) -> Self {
         self.without_tokens = true;
+        self
+    }
+
+    /// Waits for a turn before a snapshot, but not for long: others may take theirs slowly.
+    pub(crate) fn in_turn(mut self, turns: Arc<Semaphore>) -> Self {
+        self.turns = Some(turns);
         self
     }
 
@@ -235,6 +251,9 @@ impl<C: Calls, L: Listener> Watcher<C, L> {
         let Some(call) = &mut self.call else {
             self.listener.called();
             let request = self.request();
+            if let Some(turns) = self.turns.as_ref().filter(|_| self.asked_snapshot) {
+                self.turn = timeout(LONGEST_TURN, turns.clone().acquire_owned()).await.ok().and_then(Result::ok);
+            }
             // The call itself waits for a connection: of somebody who never answers, too.
             match timeout(IDLE_TIMEOUT, self.calls.watch(request)).await {
                 Ok(Ok(call)) => self.call = Some(call),
@@ -340,6 +359,9 @@ impl<C: Calls, L: Listener> Watcher<C, L> {
             events.append(&mut decode_batch(&payload)?.events);
         }
         (self.known, self.next) = (part.last, part.next_sequence);
+        if part.last {
+            self.turn = None;
+        }
         self.tell_events(events, part.last, part.state.clone());
         if part.state.is_some() {
             self.tell_current(part.state, 0);
@@ -409,7 +431,7 @@ impl<C: Calls, L: Listener> Watcher<C, L> {
 
     /// The call is over. Decides what that means, and how long to wait before the next; docs/followers.md has the table.
     fn end(&mut self, cause: Cause) {
-        (self.call, self.waiting) = (None, None);
+        (self.call, self.waiting, self.turn) = (None, None, None);
         let refusal = match &cause {
             Cause::Refused(refusal) => Some(refusal.clone()),
             _ => None,

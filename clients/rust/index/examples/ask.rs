@@ -68,10 +68,10 @@ async fn ask(plan: Arc<Plan>, task: u64, channel: AuthorizedChannel) -> Result<V
         if due >= plan.end {
             break;
         }
-        until(due).await?;
         let chains: Vec<u64> = (0..plan.batch).map(|_| random.u64(..plan.layout.chains())).collect();
         let prompts = chains.iter().map(|chain| prompt(*chain)).collect();
         let request = ScoreRequest { prompts, max_scores: plan.most, ..Default::default() };
+        until(due).await?;
         let told = client.score(request).await.map_err(|status| status.to_string())?.into_inner();
         took.push(due.elapsed());
         let right = told.prompts.iter().zip(&chains).all(|(told, chain)| {

@@ -42,11 +42,13 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 fn ask(index: &PrefixIndex, layout: &Layout, seconds: f64) -> Result<(), String> {
     let question = |chain| Question { hashes: (0..CHAIN).map(|at| key(chain, at)).collect(), ..Question::default() };
     let (questions, wanted): (Vec<_>, _) = ((0..measured::CHAINS).map(question).collect(), Wanted::default());
-    measured::say_asked(layout, seconds, |chain| {
-        let told = index.score(&questions[chain as usize], &wanted).unwrap_or_default();
-        let number = |engine: &str| engine.trim_start_matches("engine").parse().unwrap_or(u64::MAX);
-        told.iter().map(|score| (number(&score.engine), u64::from(score.blocks))).collect()
-    })
+    let number = |engine: &str| engine.trim_start_matches("engine").parse().unwrap_or(u64::MAX);
+    measured::say_asked(
+        layout,
+        seconds,
+        |chain| index.score(&questions[chain as usize], &wanted).unwrap_or_default(),
+        |told| told.iter().map(|score| (number(&score.engine), u64::from(score.blocks))).collect(),
+    )
 }
 
 /// One cache after the other takes a batch.

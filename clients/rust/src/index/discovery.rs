@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
+use tokio::sync::Semaphore;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::timeout;
 
@@ -39,6 +40,8 @@ const SAVED_KEPT: Duration = Duration::from_secs(120);
 const SAVED: &str = "saved file";
 /// Of one source: nobody publishes as many.
 const MOST_STREAM_PAGES: usize = 100;
+/// A part of each is in memory until all of it came.
+const SNAPSHOTS_AT_ONCE: usize = 16;
 /// Of a snapshot, taken in one step: others have their turn between.
 const SLICE_BLOCKS: usize = 2048;
 
@@ -47,6 +50,7 @@ pub(crate) struct Shared {
     directory: Mutex<Directory>,
     options: IndexOptions,
     connections: Arc<Connections>,
+    turns: Arc<Semaphore>,
 }
 
 struct Directory {
@@ -81,7 +85,8 @@ impl Shared {
             lacking: BTreeMap::new(),
         };
         let table = RwLock::new(Table::new());
-        Arc::new(Self { table, directory: Mutex::new(directory), options, connections: Arc::default() })
+        let (connections, turns) = (Arc::default(), Arc::new(Semaphore::new(SNAPSHOTS_AT_ONCE)));
+        Arc::new(Self { table, directory: Mutex::new(directory), options, connections, turns })
     }
 
     /// What cannot be followed now, each with its reason.
@@ -332,7 +337,7 @@ impl Shared {
             let listening = Listening { shared: self.clone(), cache, key: key.clone() };
             let saved = directory.saved.clone();
             let publisher = Publisher::sharing(dialer, self.connections.clone());
-            let mut watcher = Watcher::new(publisher, listening, stream).without_tokens();
+            let mut watcher = Watcher::new(publisher, listening, stream).without_tokens().in_turn(self.turns.clone());
             let task = tokio::spawn(async move {
                 if let Some(saved) = saved {
                     go_on_from(&saved, &mut watcher).await;

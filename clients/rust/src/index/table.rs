@@ -18,6 +18,8 @@ use crate::Verdict;
 /// Parts of the table of blocks, by bits: of millions of blocks none has more than some thousands.
 const PART_BITS: u32 = 10;
 const NONE: u32 = u32::MAX;
+/// For so many caches that hold the beginning of a prompt there is room at first.
+const AT_ONCE: usize = 64;
 /// Of a cache that is not asked about.
 const NOT_ASKED: u8 = u8::MAX;
 
@@ -177,7 +179,7 @@ impl Table {
                 && followed.is_shown(now)
                 && wanted.max_staleness.is_none_or(|most| followed.is_exact_within(most, now))
         };
-        let mut scores: Vec<(Found, &Followed)> = Vec::new();
+        let mut scores: Vec<(Found, &Followed)> = Vec::with_capacity(AT_ONCE);
         if question.chains.is_empty() && question.step_tokens == 0 {
             self.found(&question.hashes, 1, 0, is_asked, &mut scores);
         } else {
@@ -296,7 +298,7 @@ impl Table {
 
     /// Of each cache that is asked and holds the first block, how many of the leading ones. Block i has hash (i+1)*stride-1.
     fn leading(&self, hashes: &[u64], stride: usize, is_asked: impl Fn(&Followed) -> bool) -> Vec<Found> {
-        let (mut ended, mut alive) = (Vec::new(), Vec::new());
+        let (mut ended, mut alive) = (Vec::with_capacity(AT_ONCE), Vec::with_capacity(AT_ONCE));
         let mut nearest = vec![NOWHERE as u8; self.caches.len()];
         let (mut before, mut end, mut walk) = (NOBODY, 0, self.blocks.walk());
         for hash in strided(hashes, stride) {

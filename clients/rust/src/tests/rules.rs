@@ -1,5 +1,9 @@
 //! The rules of docs/followers.md, over calls that answer at once.
 
+use std::sync::Arc;
+
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
 use tonic::{Code, Status};
 
 use super::script::*;
@@ -162,7 +166,7 @@ async fn a_new_log_may_have_snapshots_where_the_one_before_had_none() {
 async fn a_call_that_nobody_takes_is_left_within_five_seconds_for_another_connection() {
     let mut script = Script { calls: [None, None].into(), ..Default::default() };
     let mut follower = Watcher::new(&mut script, (), Stream::default());
-    let began = tokio::time::Instant::now();
+    let began = Instant::now();
     assert!(matches!(follower.next().await, Item::Failed { cause: Cause::Silent, lasting: false }));
     assert_eq!(began.elapsed().as_secs(), 5);
     drop(follower);
@@ -204,4 +208,20 @@ async fn who_stops_to_wait_loses_nothing() {
         }
     }
     assert_eq!(nexts, [1, 2, 3]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_snapshot_waits_for_its_turn_and_not_for_long() {
+    let (turns, [mut first, mut second]) = (Arc::new(Semaphore::new(1)), [Script::default(), Script::default()]);
+    for script in [&mut first, &mut second] {
+        script.calls.push_back(said(None, [begin("a", 1), storing(1, 0, false, 1), storing(1, 1, true, 2)]));
+    }
+    let mut one = Watcher::new(&mut first, (), Stream::default()).in_turn(turns.clone());
+    while !matches!(one.next().await, Item::Events { complete: false, .. }) {}
+    let (began, mut other) = (Instant::now(), Watcher::new(&mut second, (), Stream::default()).in_turn(turns.clone()));
+    assert!(matches!(other.next().await, Item::Reset { .. }));
+    assert_eq!(began.elapsed().as_secs(), 2);
+    assert_eq!(turns.available_permits(), 0);
+    while !matches!(one.next().await, Item::Events { complete: true, .. }) {}
+    assert_eq!(turns.available_permits(), 1);
 }

@@ -7,14 +7,20 @@ use super::layout::Layout;
 /// Of these conversations the answers are known; they are asked about in turn.
 pub const CHAINS: u64 = 1024;
 
-/// Says a line of JSON: questions a second, and how long one took, in microseconds. `ask` says of a conversation which engines hold
-/// how many of its leading blocks.
-pub fn say_asked(layout: &Layout, seconds: f64, mut ask: impl FnMut(u64) -> Vec<(u64, u64)>) -> Result<(), String> {
+/// Says a line of JSON: questions a second, and how long one took, in microseconds. `ask` asks of a conversation; `told` says which
+/// engines hold how many of its leading blocks by that answer.
+pub fn say_asked<A>(
+    layout: &Layout,
+    seconds: f64,
+    mut ask: impl FnMut(u64) -> A,
+    told: impl Fn(&A) -> Vec<(u64, u64)>,
+) -> Result<(), String> {
     let (mut took, began, all) = (Vec::new(), Instant::now(), Duration::from_secs_f64(seconds));
     for at in (0..CHAINS.min(layout.chains())).cycle() {
         let begin = Instant::now();
-        let told = ask(at);
+        let answer = ask(at);
         took.push(begin.elapsed());
+        let told = told(&answer);
         let wrong = told.iter().any(|(engine, blocks)| *blocks != layout.held(*engine, at));
         if wrong || told.len() as u64 != layout.engines {
             return Err(format!("conversation {at} was scored wrong: {told:?}"));
