@@ -73,7 +73,7 @@ def _watch(client: SyncClient, every: float) -> None:
 
     from kvgrpc.cli.top.keys import Keyboard
 
-    seen = _Shown(client)
+    seen = Shown(client)
     with Keyboard() as keys, Live(screen=True, auto_refresh=False) as live:
         while True:
             next_look = time.monotonic() + every
@@ -88,7 +88,7 @@ def _watch(client: SyncClient, every: float) -> None:
             seen.look()
 
 
-class _Shown:
+class Shown:
     """The look that was last, and the part of it that is on the screen."""
 
     def __init__(self, client: SyncClient) -> None:
@@ -101,7 +101,9 @@ class _Shown:
         self._fault = ""
 
     def look(self) -> None:
-        """Again. A registry that is away leaves what was there, which the first line says."""
+        """Again: the same rank and room stay chosen, wherever they are now. A registry that is away leaves what was
+        there, which the first line says."""
+        rank, room = self._chosen_rank(), self._chosen_room()
         try:
             self._lines, self._looked, self._fault = look_at_ranks(self._client), time.monotonic(), ""
             if self._told is not None:
@@ -110,6 +112,7 @@ class _Shown:
             self._fault = f" does not answer ({error.reason.name if error.reason else error.code})"
         if self._line() is None:  # one that has left is closed
             self.order = replace(self.order, opened=False, room_opened=False)
+        self._choose(rank, room)
 
     def press(self, key: str) -> None:
         before = self.order
@@ -144,6 +147,23 @@ class _Shown:
         ranks = arranged(self._lines, self.order, lambda line: line.values)
         self.order = replace(self.order, chosen=min(self.order.chosen, max(0, len(ranks) - 1)))
         return ranks
+
+    def _chosen_rank(self) -> str:
+        ranks = self._ranks()
+        return str(ranks[self.order.chosen].values[0]) if ranks else ""
+
+    def _chosen_room(self) -> tuple[int, int]:
+        line = self._line()
+        rooms = line.rooms[self.order.chosen_room :] if line else ()
+        return (rooms[0].room, rooms[0].attempt) if rooms else (0, 0)
+
+    def _choose(self, rank: str, room: tuple[int, int]) -> None:
+        """Whichever has left leaves its place to another."""
+        ranks, line = [str(line.values[0]) for line in self._ranks()], self._line()
+        rooms = [(each.room, each.attempt) for each in line.rooms] if line else []
+        chosen = ranks.index(rank) if rank in ranks else self.order.chosen
+        chosen_room = rooms.index(room) if room in rooms else min(self.order.chosen_room, max(0, len(rooms) - 1))
+        self.order = replace(self.order, chosen=chosen, chosen_room=chosen_room)
 
     def _line(self) -> RankLine | None:
         """Of the rank that is opened."""

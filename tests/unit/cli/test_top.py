@@ -9,11 +9,13 @@ import pytest
 from rich.console import Console
 
 from kvgrpc.cli.fitting import Name
+from kvgrpc.cli.top import command
 from kvgrpc.cli.top.arrangement import BACKSPACE, ESCAPE, RETURN, Arrangement, arranged, lines_around, pressed
 from kvgrpc.cli.top.looking import COLUMNS as ALL
 from kvgrpc.cli.top.looking import RankLine, cells, columns_of, fill, hit_rate
 from kvgrpc.cli.top.screens import KEYS, ranks_screen
-from kvgrpc.v1 import common_pb2
+from kvgrpc.client import SyncClient
+from kvgrpc.v1 import common_pb2, transfer_service_pb2
 from kvgrpc.v1.prefetch_service_pb2 import CacheTierUse
 
 COLUMNS = 3
@@ -119,3 +121,21 @@ def test_a_room_of_an_opened_rank_is_chosen_opened_and_closed_again() -> None:
     closed = after(RETURN, "j", RETURN, ESCAPE)
     assert closed.opened and not closed.room_opened
     assert after(RETURN, "j", RETURN, ESCAPE, ESCAPE) == Arrangement()
+
+
+def test_a_rank_and_a_room_stay_chosen_where_others_come_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def line(name: str, *rooms: int) -> RankLine:
+        values = [name, *[None] * (len(ALL) - 1)]
+        return RankLine(values, rooms=[transfer_service_pb2.Room(room=room) for room in rooms])
+
+    looks = [[line("P0"), line("P1", 8, 9)], [line("A"), line("P0"), line("P1", 7, 8, 9)], [line("P1", 7)]]
+    monkeypatch.setattr(command, "look_at_ranks", lambda client: looks.pop(0))
+    with SyncClient("127.0.0.1:1") as client:
+        shown = command.Shown(client)
+        for key in ("j", RETURN, "j"):
+            shown.press(key)
+        assert (shown.order.chosen, shown.order.chosen_room) == (1, 1)
+        shown.look()
+        assert (shown.order.chosen, shown.order.chosen_room, shown.order.opened) == (2, 2, True)
+        shown.look()
+    assert (shown.order.chosen, shown.order.chosen_room, shown.order.opened) == (0, 0, True)
