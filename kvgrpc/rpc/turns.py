@@ -40,13 +40,16 @@ class Turns:
     While hand-offs go on here (``hurry``) every step of a call is such a piece (``in_turns``), and its rest is longer
     where this thread had to wait for a processor or for the interpreter: a loop that always has a step to do wants a
     whole core, gets a part of one where others are busy, and is not there when a room goes on. So all calls together
-    have half of the time that passes on a core of their own, and a quarter where others want it too.
+    have half of the time that passes on a core of their own, and a quarter where others want it too. Pieces of what is
+    no call, a session's frame, wait for no such rest, and for one step at most beside each other.
     """
 
     def __init__(self) -> None:
-        # By caller, then by connection.
-        self._waiting: dict[tuple[Account, ...], dict[tuple[Account, ...], deque[asyncio.Future[None]]]] = {}
-        self._count = 0
+        # Steps of calls, how many these are, and pieces of what is no call.
+        self._waiting, self._count = _Waiting(), 0
+        self._pieces = _Waiting()
+        # The rest that calls owe, while it lasts.
+        self._resting: asyncio.TimerHandle | None = None
         self._outside: list[asyncio.Future[None]] = []
         self._busy = False
         # Of the piece that runs: when it began, when its step ended, by the wall and by this thread's clock.
@@ -84,8 +87,11 @@ class Turns:
         """Returns when the caller of the call that runs now may do one piece, until it awaits again."""
         if self._in_a_step:
             return
-        if self._busy:
-            await self._wait(accounts_of_this_call())
+        if self._resting is not None:
+            self._resting.cancel()
+            self._begin()
+        elif self._busy:
+            await self._pieces.add(accounts_of_this_call())
         else:
             self._begin()
 
@@ -100,7 +106,8 @@ class Turns:
             has_turn = False
             if self.hurries:
                 if self._busy:
-                    turn = self._wait(accounts_of_this_call() or _unnamed())
+                    turn = self._waiting.add(accounts_of_this_call() or _unnamed())
+                    self._count += 1
                     try:
                         yield from turn
                     except BaseException as error:
@@ -128,14 +135,8 @@ class Turns:
             except BaseException as error:
                 raised = error
 
-    def _wait(self, accounts: tuple[Account, ...]) -> asyncio.Future[None]:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(accounts[:1], {}).setdefault(accounts[-1:], deque()).append(turn)
-        self._count += 1
-        return turn
-
     def _begin(self) -> None:
-        self._busy, self._ended = True, _NEVER
+        self._busy, self._resting, self._ended = True, None, _NEVER
         self._began = time.monotonic(), time.thread_time()
         # Behind the piece: it runs now, or is what its future wakes first.
         asyncio.get_running_loop().call_soon(self._rest)
@@ -149,24 +150,18 @@ class Turns:
         wall, own = self._ended[0] - self._began[0], self._ended[1] - self._began[1]
         owed = max(0.0, self._owed - (self._began[0] - self._owed_at)) + own + max(0.0, wall - own) * _RESTS
         self._owed, self._owed_at = min(owed, LONGEST_REST_SECONDS), self._ended[0]
-        if self._owed < PIECE_SECONDS:  # a timer is for milliseconds
-            self._next()
+        if self._pieces or self._owed < PIECE_SECONDS:  # a timer is for milliseconds
+            self._next(self._pieces)
         else:
-            loop.call_later(self._owed, self._next)
+            self._resting = loop.call_later(self._owed, self._next)
 
-    def _next(self) -> None:
-        self._busy = False
-        while self._waiting and not self._busy:
-            caller = next(iter(self._waiting))
-            connections = self._waiting.pop(caller)
-            connection = next(iter(connections))
-            queue = connections.pop(connection)
-            turn = queue.popleft()
-            self._count -= 1
-            if queue:
-                connections[connection] = queue  # behind the others
-            if connections:
-                self._waiting[caller] = connections
+    def _next(self, first: _Waiting | None = None) -> None:
+        """``first``: whose turn it is, if any wait there; else that of steps."""
+        self._busy, self._resting = False, None
+        while not self._busy and (self._waiting or self._pieces):
+            waiting = first or self._waiting or self._pieces
+            turn = waiting.pop()
+            self._count -= waiting is self._waiting
             if not turn.done():  # else its call is over
                 turn.set_result(None)
                 self._begin()
@@ -175,6 +170,34 @@ class Turns:
             for place in outside:
                 if not place.done():
                     place.set_result(None)
+
+
+class _Waiting:
+    """Those who wait for a turn: by caller, then by connection. False where nobody does."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[Account, ...], dict[tuple[Account, ...], deque[asyncio.Future[None]]]] = {}
+
+    def __len__(self) -> int:
+        """Callers."""
+        return len(self._of)
+
+    def add(self, accounts: tuple[Account, ...]) -> asyncio.Future[None]:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._of.setdefault(accounts[:1], {}).setdefault(accounts[-1:], deque()).append(turn)
+        return turn
+
+    def pop(self) -> asyncio.Future[None]:
+        caller = next(iter(self._of))
+        connections = self._of.pop(caller)
+        connection = next(iter(connections))
+        queue = connections.pop(connection)
+        turn = queue.popleft()
+        if queue:
+            connections[connection] = queue  # behind the others
+        if connections:
+            self._of[caller] = connections
+        return turn
 
 
 def _unnamed() -> tuple[Account, ...]:
