@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -157,6 +159,15 @@ class Engine:
             _signal(pids, signal.SIGKILL)
             time.sleep(0.01)
         self._process.wait(5)
+        return moment
+
+    def kill_stage(self, stage: int) -> float:
+        """kill -9 of the processes of one pipeline stage, which say so in their titles; the moment of the first."""
+        title = re.compile(rf"PP{stage}(?!\d)")
+        moment = time.monotonic()
+        found = [pid for pid in self.pids() if title.search(_title(pid))]
+        assert found, f"no process of stage {stage}: {[_title(pid) for pid in self.pids()]}"
+        _signal(found, signal.SIGKILL)
         return moment
 
     def stop(self) -> float:
@@ -388,7 +399,7 @@ def free_port() -> int:
 
 def _processes(arguments: Mapping[str, Any]) -> int:
     """Scheduler processes of an engine."""
-    return int(arguments.get("tp_size", 1)) * int(arguments.get("dp_size", 1))
+    return math.prod(int(arguments.get(f"{axis}_size", 1)) for axis in ("tp", "dp", "pp"))
 
 
 def common_environment(folder: Path, foreign: tuple[str, ...]) -> dict[str, str]:
@@ -417,6 +428,12 @@ def _environment(folder: Path, processes: int, more: Mapping[str, str]) -> dict[
         cores = sorted(os.sched_getaffinity(0))
         fixed["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(processes))
     return {**fixed, **more}
+
+
+def _title(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    return ""
 
 
 def _signal(pids: list[int], number: signal.Signals) -> None:

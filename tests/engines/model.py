@@ -26,6 +26,7 @@ class Size:
 
 
 TINY = Size(layers=2, hidden=64, heads=4, kv_heads=2)  # 2 KiB of KV cache a token
+STAGED = Size(layers=5, hidden=64, heads=4, kv_heads=2)  # two pipeline stages have other numbers of them
 WINDOWED = Size(layers=4, hidden=64, heads=4, kv_heads=2)
 WINDOW = 64
 WIDE = Size(layers=8, hidden=256, heads=8, kv_heads=8)  # 32 KiB: 4 MiB for 128 tokens

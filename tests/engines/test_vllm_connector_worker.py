@@ -82,12 +82,8 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
 @pytest.mark.parametrize(
     ("config", "caches", "what"),
     [
-        (engine(pipeline_parallel_size=2), cache_config(attention()), 'ask .* "untried": "pipeline"'),
-        (
-            engine(extra={"untried": "pipeline"}, pipeline_parallel_size=2),
-            cache_config(WINDOW, attention()),
-            "pipeline .* several groups of layers",
-        ),
+        (engine("kv_consumer", pipeline_parallel_size=2), cache_config(attention()), 'ask .* "untried": "pipeline"'),
+        (engine(pipeline_parallel_size=2), cache_config(WINDOW, attention()), "pipeline .* several groups of layers"),
         (engine(data_parallel_size=2), cache_config(attention()), "data parallelism"),
         (
             engine(),
@@ -105,7 +101,7 @@ def test_what_is_not_served_is_refused_by_name(config: Any, caches: Any, what: s
 
 
 def test_a_pipeline_stage_says_which_layers_of_the_model_it_has() -> None:
-    config, caches = engine(extra={"untried": "pipeline"}, pipeline_parallel_size=2), cache_config(attention())
+    config, caches = engine(pipeline_parallel_size=2), cache_config(attention())
     check_supported(config, caches)
     names = [f"model.layers.{number}.self_attn.attn" for number in (3, 2)]
     caches.kv_cache_groups[0].layer_names[:] = names

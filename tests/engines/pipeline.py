@@ -1,0 +1,44 @@
+"""Checks of a pair whose engines have pipeline stages."""
+
+from __future__ import annotations
+
+from tests.engines.engine import Pair
+from tests.engines.model import Case, Reference
+from tests.engines.stages import Asked, has_met, wait_for
+
+LENGTHS = (1, 3, 100, 300)
+PEER_LOST_SECONDS = 20.0  # 1 s by the session; the rest is two cores, which the dying engine keeps busy
+
+
+def check(pair: Pair, case: Case) -> None:
+    """Tokens are those of transformers, which needs every layer of each stage."""
+    prefill, decode = pair.submit(case.prompt, len(case.tokens))
+    assert decode.result() == case.tokens
+    prefill.result()
+
+
+def check_at_once(pair: Pair, reference: Reference) -> None:
+    """Several requests at once, of which each side gives one up; no page stays behind."""
+    cases = [reference.case(120) for _ in range(6)]
+    requests = [pair.submit(case.prompt, 8) for case in cases]
+    pair.prefill.abort(requests[1][0])
+    pair.decode.abort(requests[4][1])
+    for case, (prefill, decode) in zip(cases, requests, strict=True):
+        assert prefill.wait() and decode.wait(), pair.prefill.log_tail() + pair.decode.log_tail()
+        assert decode.error is not None or decode.tokens == case.tokens
+    assert sum(decode.error is None for _, decode in requests) >= 4
+    check(pair, reference.case(50))
+    assert pair.prefill.is_empty() and pair.decode.is_empty(), pair.decode.log_tail()
+
+
+def kill_last_stage(pair: Pair, reference: Reference) -> None:
+    """Decode's request that waits for all stages ends with the reason, and a prefill that starts again is used."""
+    asked = Asked(pair, reference.case(100), pair.room())
+    decode = asked.ask_decode()
+    wait_for(pair.decode, asked.number, has_met)
+    pair.prefill.kill_stage(1)
+    assert decode.wait(PEER_LOST_SECONDS), pair.decode.log_tail()
+    assert "PEER_LOST" in pair.reason_of(decode, asked.room), pair.decode.log_tail()
+    pair.restart("prefill")
+    pair.check(reference)
+    assert pair.prefill.is_empty() and pair.decode.is_empty(), pair.decode.log_tail()

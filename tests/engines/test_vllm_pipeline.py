@@ -1,0 +1,44 @@
+"""Two pipeline stages of prefill, each with some of the layers and a rank of its own; decode has one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.model import STAGED, Reference
+from tests.engines.pipeline import LENGTHS, check, check_at_once, kill_last_stage
+from tests.engines.vllm_engine import VllmPair
+
+pytestmark = pytest.mark.timeout(900)
+# Compiled, as by default: without, vLLM's worker for CPUs has no memory to receive what the stage before it computed.
+STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(tmp_path_factory.mktemp("staged"), STAGED)
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path, staged: Reference) -> Iterator[VllmPair]:
+    pair = VllmPair(folder, staged.path, prefill=STAGES)
+    pair.wait_ready()
+    yield pair
+    pair.close()
+
+
+@pytest.mark.parametrize("length", LENGTHS, ids=lambda length: f"{length} tokens")
+def test_tokens_are_those_of_transformers(pair: VllmPair, staged: Reference, length: int) -> None:
+    check(pair, staged.case(length))
+
+
+def test_requests_at_once_and_cancelled_ones_leave_no_page_behind(pair: VllmPair, staged: Reference) -> None:
+    check_at_once(pair, staged)
+
+
+def test_a_stage_that_is_killed_fails_what_waits_for_it_and_prefill_serves_again(
+    pair: VllmPair, staged: Reference
+) -> None:
+    kill_last_stage(pair, staged)
