@@ -14,6 +14,7 @@ import kvgrpc.rpc.turns
 from kvgrpc.rpc.callers import CALLER, PEER, Caller
 from kvgrpc.rpc.interceptors.chain import _decoded
 from kvgrpc.rpc.turns import LARGE_BYTES, LONGEST_REST_SECONDS, PIECE_SECONDS, Turns, in_pieces
+from tests.support.waiting import until
 
 
 def compute(seconds: float) -> None:
@@ -172,6 +173,29 @@ async def test_while_hand_offs_go_on_a_caller_waits_for_no_second_step_of_anothe
     order = [name for names in steps.of_turns for name in names]
     # Beside those of a host that were not asked yet who they are, and those of the greedy caller that were.
     assert max(at for at, name in enumerate(order) if name == "good") < 20 < len(order)
+
+
+async def test_while_hand_offs_go_on_a_session_waits_for_one_step_and_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With frames that are parsed in turns of their own, beside calls that owe a rest that never ends."""
+    monkeypatch.setattr(kvgrpc.rpc.turns, "LONGEST_REST_SECONDS", float("inf"))
+    steps = Steps()
+    steps.turns._hurries_until = float("inf")
+    steps.turns._owed, steps.turns._owed_at = 1e6, time.monotonic()
+    greedy = [asyncio.create_task(steps.call(f"greedy {number}", 100)) for number in range(8)]
+    await until(lambda: steps.turns._count == 8)
+
+    async def session() -> None:
+        CALLER.set(Caller("peer"))
+        for _ in range(5):
+            await steps.turns.take()
+            compute(0.0005)
+            await asyncio.sleep(0)
+
+    await asyncio.wait_for(session(), 20)
+    for each in greedy:
+        each.cancel()
+    steps._counting.cancel()
+    assert len([name for names in steps.of_turns for name in names]) < 20
 
 
 async def test_no_more_calls_are_taken_than_may_wait_for_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
