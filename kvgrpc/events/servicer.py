@@ -123,12 +123,12 @@ class EventServicer(EventServiceServicer):
                 retry_after=RETRY_SECONDS,
             )
         reader = _Reader(stream, mode)
-        self._readers[reader] = None
+        self._readers[reader] = _OF_THIS_PROCESS[reader] = None
         metrics.EVENT_WATCH_READERS.inc()
         try:
             yield reader
         finally:
-            del self._readers[reader]
+            del self._readers[reader], _OF_THIS_PROCESS[reader]
             metrics.EVENT_WATCH_READERS.dec()
 
     def _notifier(self, stream: EventStream, mode: WatchMode) -> AbstractContextManager[Notifier]:
@@ -157,7 +157,16 @@ class _Reader:
         elif isinstance(part, WatchBegins) and self.mode in (WatchMode.REPLAY, WatchMode.TAIL):
             self.next_sequence = part.first
 
+    @property
+    def behind(self) -> int | None:
+        """Batches that it was not sent yet."""
+        upcoming = self.next_sequence
+        return None if upcoming is None else max(0, self.stream.next_sequence - upcoming)
+
     def news(self) -> NewsReader:
-        upcoming, stream = self.next_sequence, self.stream
-        behind = None if upcoming is None else max(0, stream.next_sequence - upcoming)
-        return NewsReader(self.caller, _METHOD, self.since, behind, stream.engine, stream.dp)
+        return NewsReader(self.caller, _METHOD, self.since, self.behind, self.stream.engine, self.stream.dp)
+
+
+# For a scraper, which reads them on a thread of its own.
+_OF_THIS_PROCESS: dict[_Reader, None] = {}
+metrics.EVENT_WATCH_LAG.set_function(lambda: max((reader.behind or 0 for reader in list(_OF_THIS_PROCESS)), default=0))

@@ -85,6 +85,7 @@ EVENT_BYTES = _counter("kvgrpc_event_bytes", "Bytes of those batches.")
 EVENTS_DROPPED = _counter("kvgrpc_event_batches_dropped", "Batches that could not be published.", "cause")
 EVENTS_UNKNOWN = _counter("kvgrpc_events_unknown", "Events in those batches of a kind that is not known.")
 EVENT_WATCH_READERS = _gauge("kvgrpc_event_watch_readers", "Streams of Watch.")
+EVENT_WATCH_LAG = _gauge("kvgrpc_event_watch_lag_batches", "Batches that the slowest of them was not sent yet.")
 EVENTS_UNHEARD = _gauge("kvgrpc_events_unheard", "Publishers that connect to an address at which nobody listens.")
 JOURNAL_BYTES = _gauge("kvgrpc_event_journal_bytes", "Bytes that the journals keep.")
 

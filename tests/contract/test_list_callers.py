@@ -10,6 +10,7 @@ import pytest
 from kvgrpc.client import Client
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Layout
+from kvgrpc.observability.metrics import REGISTRY
 from kvgrpc.rpc.callers import Who
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission, OpenCalls
@@ -134,6 +135,7 @@ async def test_a_reader_of_events_is_behind_by_what_it_was_not_sent() -> None:
         await events.publish(*[bytes(100_000)] * 200)  # more than a connection takes unread
         (unsent,) = behind(events)
         assert unsent
+        assert REGISTRY.get_sample_value("kvgrpc_event_watch_lag_batches")
         read = 0
         while read < 200:
             read += len((await call.read()).raw.payloads)
