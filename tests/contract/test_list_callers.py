@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
@@ -17,7 +19,7 @@ from kvgrpc.rpc.interceptors import Admission, OpenCalls
 from kvgrpc.rpc.interceptors.call import Method
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.server import RegistryServer
-from kvgrpc.server.port.callers import CallersHere
+from kvgrpc.server.port.callers import CallerHere, CallersHere
 from kvgrpc.v1 import registry_service_pb2 as registry_pb
 from kvgrpc.v1 import server_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import ROLE_PREFILL
@@ -125,6 +127,24 @@ async def test_one_that_ends_while_callers_are_gathered_is_not_told_with_nothing
         calls.add(method, 1)
     found, _ = await CallersHere(admission).page("", 10, False)
     assert [(each.name, each.open_calls) for each in found] == [("stays", 1)]
+
+
+async def test_of_lists_that_begin_one_after_the_other_only_the_last_is_kept() -> None:
+    here, kept = CallersHere(Admission()), list[weakref.ref[object]]()
+
+    class Listed(list[CallerHere]):
+        """A list that tells when it is forgotten."""
+
+    async def look(authenticates: bool) -> list[CallerHere]:
+        listed = Listed()
+        kept.append(weakref.ref(listed))
+        return listed
+
+    here._now = look  # type: ignore[method-assign]
+    for _ in range(5):
+        await here.page("", 1, False)
+    gc.collect()
+    assert [each() is not None for each in kept] == [False] * 4 + [True]
 
 
 async def test_a_reader_of_events_is_behind_by_what_it_was_not_sent() -> None:

@@ -65,8 +65,9 @@ class CallersHere:
         self._admission = admission
         self._readers = readers
         self._rows = rows
-        # As the last list saw them that began.
+        # As the last list saw them that began, and what will forget it: of many lists that begin only one is kept.
         self._listed: list[CallerHere] | None = None
+        self._forgetting: asyncio.TimerHandle | None = None
 
     async def page(self, after: str, size: int, authenticates: bool) -> tuple[list[pb.Caller], str]:
         """At most ``size`` of them behind the key ``after``, at least one where there is one, and the key of the last;
@@ -74,10 +75,9 @@ class CallersHere:
 
         The first page looks at all callers, those behind it at what that one saw.
         """
-        if not after or self._listed is None:
-            self._listed = await self._now(authenticates)
-            asyncio.get_running_loop().call_later(_LISTED_SECONDS, self._forget, self._listed)
         listed = self._listed
+        if not after or listed is None:
+            listed = self._keep(await self._now(authenticates))
         first = bisect.bisect_right(listed, after, key=lambda caller: caller.key)
         page = await _first_fitting(listed[first : first + size])
         return page, listed[first + len(page) - 1].key if first + len(page) < len(listed) else ""
@@ -106,9 +106,15 @@ class CallersHere:
         await in_pieces(gathered())
         return sorted(found.values(), key=lambda caller: caller.key)
 
-    def _forget(self, listed: Sequence[CallerHere]) -> None:
-        if self._listed is listed:
-            self._listed = None
+    def _keep(self, listed: list[CallerHere]) -> list[CallerHere]:
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._listed = listed
+        self._forgetting = asyncio.get_running_loop().call_later(_LISTED_SECONDS, self._forget)
+        return listed
+
+    def _forget(self) -> None:
+        self._listed = None
 
 
 async def _first_fitting(callers: Sequence[CallerHere]) -> list[pb.Caller]:
