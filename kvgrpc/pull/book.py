@@ -25,7 +25,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One pull while it runs. ``done`` may be written without a lock: it only grows."""
+    """One pull while it runs. ``done`` may be written without a lock: it only grows. ``page_bytes``: of a page, 0: as
+    the book says."""
 
     room: int
     direction: PullDirection
@@ -33,6 +34,7 @@ class Entry:
     address: str
     asked: int
     lent: int
+    page_bytes: int = 0
     done: int = 0
     began_at: float = field(default_factory=time.time)
     _began: float = field(default_factory=time.monotonic)
@@ -49,7 +51,7 @@ class Entry:
             self.asked,
             self.lent,
             self.done,
-            self.done * page_bytes,
+            self.done * (self.page_bytes or page_bytes),
             self.began_at,
             took,
             self._took is not None,
@@ -106,7 +108,7 @@ class PullBook:
         direction = entry.direction.name.lower()
         reason = "OK" if failure is None else failure.reason.name
         metrics.PULLS.labels(direction, reason).inc()
-        metrics.PULLED_BYTES.labels(direction).inc(entry.done * self._page_bytes)
+        metrics.PULLED_BYTES.labels(direction).inc(entry.done * (entry.page_bytes or self._page_bytes))
         if failure is not None:
             what = f"{entry.done} of {entry.lent} pages {direction} ({entry.peer})"
             self._lines.warning(f"pulls that failed {direction}", f"pull {entry.room}: {what}: {failure.message}")

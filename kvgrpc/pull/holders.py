@@ -7,7 +7,8 @@ import logging
 import random
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -18,12 +19,13 @@ from kvgrpc.model import Layout, ModelIdentity, RankId, RankRef, check_rank
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.storage.keys import PageIdentity
 from kvgrpc.pull import wire
+from kvgrpc.pull.heads import Share
 from kvgrpc.pull.indexed import IndexAnswer, IndexedHolders
-from kvgrpc.pull.model import Found, Holder, Lent, PullConfig
+from kvgrpc.pull.model import Found, Holder, Lent, PullConfig, alone
 from kvgrpc.pull.silent import SilentHolders
 from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
 from kvgrpc.registry.model import ResolvedEngine
-from kvgrpc.registry.wire import MAX_ENGINE_RANKS, PoolCache, engine_from_pb
+from kvgrpc.registry.wire import PoolCache, engine_from_pb
 from kvgrpc.rpc.channels import ChannelPool
 from kvgrpc.rpc.within import within
 from kvgrpc.transfer.protocol.types import Target
@@ -38,6 +40,7 @@ from kvgrpc.wire import rank_ref_to_pb
 _IDLE_SECONDS = 15.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
 _REMEMBERED = 4096
+_MOST_SIZES = 4
 
 _log = logging.getLogger(__name__)
 
@@ -58,12 +61,15 @@ class Holders:
         config: PullConfig,
         open_channel: Callable[[str], grpc.aio.Channel],
         model_name: str = "",
+        shares: Callable[[int], Sequence[Share]] = lambda tp_size: (),
     ) -> None:
-        """``model_name``: by which the registry, and so an index, knows our model; empty: by none."""
+        """``model_name``: by which the registry, and so an index, knows our model; empty: by none. ``shares``: which
+        ranks of an engine of another tensor-parallel size have our pages together."""
         self._ref = ref
         self._model = model
         self._layout = layout
-        self._identity, self._replicated = wire.identity_to_pb(identity), identity.replicated
+        self._own, self._find_shares = identity, shares
+        self._shares: dict[int, dict[int, Share]] = {}
         self._config = config
         self._channels = ChannelPool(open_channel)
         # Calls under way, by address; and the registry that is read.
@@ -90,11 +96,14 @@ class Holders:
         known = [holder for engine in self._engines.values() for holder in self._of(engine)]
         if only is not None:
             known = [each for each in known if each.engine in only or each.address in only]
-        found = [each for each in known if each.address not in without and each.address not in self.silent]
+        found = [each for each in known if each.address not in without and not self._is_silent(each)]
         random.shuffle(found)
         if indexed is not None:
             found = indexed.best_first(found)
         return found[: self._config.holders]
+
+    def _is_silent(self, holder: Holder) -> bool:
+        return any(each.address in self.silent for each in (holder, *holder.others))
 
     async def best(
         self,
@@ -121,7 +130,7 @@ class Holders:
         holder = found.holder
         seconds = max(0.001, min(timeout, self._config.answer_timeout))
         request = pb.LendPagesRequest(
-            identity=self._identity,
+            identity=self._identity_of(holder),
             first_page=first,
             room=room,
             taker=rank_ref_to_pb(self._ref),
@@ -201,12 +210,29 @@ class Holders:
                 f"sizes of {engine.name}", f"pages of {engine.name} are not taken: {one_line(str(unlike))}"
             )
 
+    def shares_of(self, tp_size: int) -> Mapping[int, Share]:
+        """By tp rank, those of an engine of this size that have our pages together; none where they cannot be had.
+
+        Where all ranks hold the same bytes one of them does, and our ranks ask different ones.
+        """
+        if tp_size == self._layout.tp or self._own.replicated:
+            tp = self._ref.rank.tp % tp_size
+            return {tp: Share(tp, self._own)}
+        found = self._shares.get(tp_size)
+        if found is None:
+            if len(self._shares) >= _MOST_SIZES:  # each has memory of its own
+                return {}
+            found = {each.tp: each for each in self._find_shares(tp_size)}
+            if found:
+                self._shares[tp_size] = found
+        return found
+
     def _unlike(self, engine: ResolvedEngine) -> InvalidRequest | None:
-        """The first of its parallel sizes that is another one than ours: its pages have other bytes. Where all tp ranks
-        hold the same bytes, how many there are does not matter."""
+        """The first of its parallel sizes for which its pages have other bytes than ours, and ours cannot be made of
+        them."""
         for axis in ("tp", "pp", "cp"):
             theirs, ours = getattr(engine.layout, axis), getattr(self._layout, axis)
-            if theirs != ours and not (axis == "tp" and self._replicated):
+            if theirs != ours and not (axis == "tp" and self.shares_of(theirs)):
                 return InvalidRequest.of(f"identity.{axis}_size", theirs, f"{ours}, as this cache's pages have")
         return None
 
@@ -216,14 +242,35 @@ class Holders:
             return
         if self._model.differences(engine.model) or self._unlike(engine) is not None:
             return
+        shares = self.shares_of(engine.layout.tp)
+        there: dict[int, dict[int, Holder]] = {}
         for row in engine.rows:
-            rank = row.ref.rank
-            if row.endpoints.grpc and row.endpoints.cache and (rank.pp, rank.cp, rank.tp) == (own.pp, own.cp, own.tp):
-                yield Holder(engine.name, row.endpoints.grpc, row.endpoints.cache, rank.dp, row.serves_events)
+            rank, ends = row.ref.rank, row.endpoints
+            if ends.grpc and ends.cache and (rank.pp, rank.cp) == (own.pp, own.cp) and rank.tp in shares:
+                there.setdefault(rank.dp, {})[rank.tp] = Holder(
+                    engine.name,
+                    ends.grpc,
+                    ends.cache,
+                    rank.dp,
+                    row.serves_events,
+                    engine.layout,
+                    rank.tp,
+                    engine.layout.tp if shares[rank.tp].parts else 0,
+                )
+        for ranks in there.values():
+            if len(ranks) == len(shares):
+                first, *others = (ranks[tp] for tp in shares)
+                yield replace(first, others=tuple(others))
 
     async def _count(self, holder: Holder, hashes: Sequence[bytes], seconds: float) -> Found:
+        """Its leading pages; where others of its engine have the rest of each page, those that all of them have."""
+        asked = (self._count_one(each, hashes, seconds) for each in (holder, *holder.others))
+        found, *others = await asyncio.gather(*asked)
+        return replace(found, pages=min(each.pages for each in (found, *others)), others=tuple(others))
+
+    async def _count_one(self, holder: Holder, hashes: Sequence[bytes], seconds: float) -> Found:
         name = secrets.token_bytes(wire.NAME_BYTES)
-        request = pb.CountPagesRequest(identity=self._identity, page_hashes=hashes, prompt_name=name)
+        request = pb.CountPagesRequest(identity=self._identity_of(holder), page_hashes=hashes, prompt_name=name)
         try:
             answer = await self._call(holder, "CountPages", request, seconds)
         except KvGrpcError as error:
@@ -231,6 +278,11 @@ class Holders:
             self._lines.warning(f"holder {holder.address}", text)
             return Found(holder, 0, name)
         return Found(holder, min(int(answer.host_pages), len(hashes)), name)
+
+    def _identity_of(self, holder: Holder) -> pb.PageIdentity:
+        """The identity that its pages must have."""
+        identity = self._shares[holder.tp_size][holder.tp].identity if holder.tp_size else self._own
+        return wire.identity_to_pb(identity)
 
     async def _call(self, holder: Holder, method: str, request: Any, seconds: float) -> Any:
         if self._closed:
@@ -248,9 +300,10 @@ class Holders:
             self._channels.trim(+self._in_use)
 
     def _remember(self, holder: Holder, ref: RankRef, layout: Layout) -> None:
-        target = Target(ref, holder.sessions, layout)
+        of_cache, caches = alone(ref, layout)
+        target = Target(of_cache, holder.sessions, caches)
         self._known.pop(holder.sessions, None)
-        self._known[holder.sessions] = PrefillEngine(ref.rank.engine, layout, {ref.rank[1:]: target})
+        self._known[holder.sessions] = PrefillEngine(ref.rank.engine, caches, {of_cache.rank[1:]: target})
         if len(self._known) > _REMEMBERED:
             self._known.pop(next(iter(self._known)))
 
@@ -260,11 +313,11 @@ def _lends(engine: ResolvedEngine) -> bool:
 
 
 def check_lent(lent: Lent, holder: Holder, own: RankId) -> None:
-    """A holder speaks for its own engine, and for the part of it that was asked: what it says is believed next, and
-    sizes that it makes up would be counted out. Raises InvalidRequest."""
+    """A holder speaks for itself: what it says is believed next, and with other sizes it would be another rank of its
+    engine to sessions. Raises InvalidRequest."""
     check_rank(lent.holder, lent.layout, "holder")
-    rank = lent.holder.rank
-    if (rank.engine, rank.pp, rank.cp, rank.tp) != (holder.engine, own.pp, own.cp, own.tp):
-        raise InvalidRequest.of("holder", rank, f"a rank of {holder.engine} with pp, cp and tp of {own}")
-    if lent.layout.ranks > MAX_ENGINE_RANKS:
-        raise InvalidRequest.of("layout", lent.layout, f"at most {MAX_ENGINE_RANKS} ranks")
+    expected = RankId(holder.engine, holder.dp, own.pp, own.cp, holder.tp)
+    if lent.holder.rank != expected:
+        raise InvalidRequest.of("holder", lent.holder.rank, f"{expected}, which was asked")
+    if lent.layout != holder.layout:
+        raise InvalidRequest.of("layout", lent.layout, f"{holder.layout}, as the registry has it")

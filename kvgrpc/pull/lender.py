@@ -15,6 +15,7 @@ from kvgrpc.model import RankRef
 from kvgrpc.prefetch.storage.base import PageBuffers
 from kvgrpc.prefetch.storage.keys import Keys
 from kvgrpc.pull.book import Entry, PullBook
+from kvgrpc.pull.heads import PageHeads, Share
 from kvgrpc.pull.model import PullDirection
 from kvgrpc.pull.staging import Staging
 from kvgrpc.transfer import KVSender
@@ -42,13 +43,19 @@ class HostCache(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LentPages:
-    """What a rank lends: the cache, the names of its pages in storage, and what a page is."""
+    """What a rank lends: the cache, the names of its pages in storage, and what a page is.
+
+    ``heads``: where heads lie in a page, part after part; none: that cannot be told. ``shares``: which ranks of an
+    engine of another tensor-parallel size have a page of ours together; none: its pages are not to be had.
+    """
 
     cache: HostCache
     keys: Keys
     page_bytes: int
     page_tokens: int
     dtype: str
+    heads: tuple[PageHeads, ...] = ()
+    shares: Callable[[int], Sequence[Share]] = lambda tp_size: ()
 
 
 class Lender:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from msgspec import Meta
 
 from kvgrpc.errors import Failure
 from kvgrpc.fields import seconds, violations
-from kvgrpc.model import Layout, RankRef, raise_if
+from kvgrpc.model import Layout, RankId, RankRef, raise_if
 from kvgrpc.net import check_target
 
 MAX_STAGING_PAGES = 1 << 20
@@ -45,10 +45,12 @@ class PullConfig:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A rank that lends: the one that holds, of its engine, the part of the cache that we hold of ours.
+    """A rank that lends: of its engine, the one that holds the part of the cache that we hold of ours, or some of it.
 
     ``address``: of its services; ``sessions``: where rooms of its cache are served; ``dp``: which cache of the engine;
-    ``tells``: whether its events say what it has, so that an index can know.
+    ``tells``: whether its events say what it has, so that an index can know; ``layout``: sizes of its engine; ``tp``:
+    which share of the heads it has; ``tp_size``: of its engine, where its pages are other ones than ours, else 0.
+    ``others``: where our heads lie at several of its engine's ranks, those beside it: all of them have to lend.
     """
 
     engine: str
@@ -56,15 +58,21 @@ class Holder:
     sessions: str
     dp: int = 0
     tells: bool = False
+    layout: Layout = field(default_factory=Layout)
+    tp: int = 0
+    tp_size: int = 0
+    others: tuple[Holder, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Who has most of a prompt: so many leading ``pages``. ``name``: by which this holder alone knows the prompt."""
+    """Who has most of a prompt: so many leading ``pages``. ``name``: by which this holder alone knows the prompt.
+    ``others``: the same of each of the holder's ``others``; ``pages`` are those that all of them have."""
 
     holder: Holder
     pages: int
     name: bytes
+    others: tuple[Found, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,22 @@ class Lent:
     pages: int
     holder: RankRef
     layout: Layout
+
+    @property
+    def session(self) -> RankRef:
+        """The holder as sessions of its cache know it."""
+        return alone(self.holder, self.layout)[0]
+
+
+def alone(ref: RankRef, layout: Layout) -> tuple[RankRef, Layout]:
+    """A rank as sessions of its cache know it: a replica of one rank.
+
+    A pull moves whole pages of one cache to one other, which has asked for them by what they are: how many ranks
+    either engine has says nothing about who owes what.
+    """
+    rank = ref.rank
+    number = ((rank.dp * layout.pp + rank.pp) * layout.cp + rank.cp) * layout.tp + rank.tp
+    return RankRef(RankId(rank.engine, number), ref.epoch), Layout(dp=layout.ranks)
 
 
 class PullDirection(enum.IntEnum):
@@ -101,4 +125,4 @@ class PullRow:
     failure: Failure | None
 
 
-__all__ = ["Found", "Holder", "Lent", "PullConfig", "PullDirection", "PullRow"]
+__all__ = ["Found", "Holder", "Lent", "PullConfig", "PullDirection", "PullRow", "alone"]

@@ -12,15 +12,14 @@ from kvgrpc.dataplane.base import DataPlane, MemoryRange
 from kvgrpc.model import Pool, PoolKind, Region
 from kvgrpc.observability.staging import StagingUse
 from kvgrpc.prefetch.storage.base import PageBuffers
+from kvgrpc.pull.heads import Move, place
 
 NAME = "host-cache"
 
 
-class Staging:
-    """``pages`` pages of one size, given out a few at a time. Thread-safe.
+class StagedMemory:
+    """``pages`` pages of one size that peers may write to. Thread-safe.
 
-    Half of them are for what is lent and half for what is taken, so that neither starves the other. Pages that a peer
-    may still write to, or that a write still reads, are ``retired``: they come back once ``release_safe`` says so.
     The plane's close frees the memory, so it comes after ``close``.
     """
 
@@ -31,12 +30,49 @@ class Staging:
         plane.register([MemoryRange(self._address, pages * page_bytes)])
         region = Region(0, "kv", self._address, page_bytes, page_bytes)
         self.pool = Pool(NAME, PoolKind.KV, page_tokens, pages, dtype, (region,))
-        half = pages // 2
-        self.lending = StagingPages(range(half))
-        self.landing = StagingPages(range(half, pages))
         self._copies = 0
         self._closed = False
         self._idle = threading.Condition()
+
+    def close(self, seconds: float) -> bool:
+        """Gives out and copies nothing more; False where a copy still runs after ``seconds``: its memory must stay."""
+        with self._idle:
+            self._closed = True
+            return self._idle.wait_for(lambda: not self._copies, seconds)
+
+    @contextlib.contextmanager
+    def _copying(self) -> Iterator[bool]:
+        with self._idle:
+            may = not self._closed
+            self._copies += may
+        try:
+            yield may
+        finally:
+            with self._idle:
+                self._copies -= may
+                self._idle.notify_all()
+
+
+class Staging(StagedMemory):
+    """Pages as the cache's own, given out a few at a time.
+
+    Half of them are for what is lent and half for what is taken, so that neither starves the other. Pages that a peer
+    may still write to, or that a write still reads, are ``retired``: they come back once ``release_safe`` says so.
+    """
+
+    def __init__(self, plane: DataPlane, pages: int, page_bytes: int, page_tokens: int, dtype: str) -> None:
+        """Raises as StagedMemory."""
+        super().__init__(plane, pages, page_bytes, page_tokens, dtype)
+        half = pages // 2
+        self.lending = StagingPages(range(half))
+        self.landing = StagingPages(range(half, pages))
+
+    @property
+    def slots(self) -> StagingPages:
+        return self.landing
+
+    def pages(self, slots: Sequence[int], share: int) -> list[int]:
+        return list(slots)
 
     def copy_in(self, pages: Sequence[int], buffers: Iterable[PageBuffers]) -> bool:
         """Pages of the cache into staged ones; False, and nothing is read, once it is closed. The interpreter is free
@@ -65,24 +101,57 @@ class Staging:
         return ("lent", lending.taken, lending.size), ("taken", landing.taken, landing.size)
 
     def close(self, seconds: float) -> bool:
-        """Gives out and copies nothing more; False where a copy still runs after ``seconds``: its memory must stay."""
         self.lending.close()
         self.landing.close()
-        with self._idle:
-            self._closed = True
-            return self._idle.wait_for(lambda: not self._copies, seconds)
+        return super().close(seconds)
 
-    @contextlib.contextmanager
-    def _copying(self) -> Iterator[bool]:
-        with self._idle:
-            may = not self._closed
-            self._copies += may
-        try:
-            yield may
-        finally:
-            with self._idle:
-                self._copies -= may
-                self._idle.notify_all()
+
+class StagedShares(StagedMemory):
+    """Landing pages of engines with another tensor-parallel size, in ``slots``: one page of each share of a page of
+    ours, which is put together when it is copied out."""
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        slots: int,
+        shares: int,
+        moves: Sequence[Move],
+        own_bytes: int,
+        page_bytes: int,
+        page_tokens: int,
+        dtype: str,
+    ) -> None:
+        """``page_bytes``: of a page of theirs, ``own_bytes``: of ours. Otherwise as StagedMemory."""
+        super().__init__(plane, slots * shares, page_bytes, page_tokens, dtype)
+        self.slots = StagingPages(range(slots))
+        self._shares = shares
+        self._moves = moves
+        self._own_bytes = own_bytes
+
+    def pages(self, slots: Sequence[int], share: int) -> list[int]:
+        """The landing pages of a share, one for each slot."""
+        return [slot * self._shares + share for slot in slots]
+
+    def copy_out(self, slots: Sequence[int], buffers: Iterable[PageBuffers]) -> bool:
+        """Pages put together into those of the cache; False, and nothing is written, once it is closed."""
+        page = ctypes.create_string_buffer(self._own_bytes)  # the cache's page may lie in pieces of any size
+        whole = ctypes.addressof(page)
+        with self._copying() as may:
+            for slot, parts in zip(slots, buffers, strict=True) if may else ():
+                first = self._address + slot * self._shares * self.page_bytes
+                place(self._moves, range(first, first + self._shares * self.page_bytes, self.page_bytes), whole)
+                source = whole
+                for address, nbytes in parts:
+                    ctypes.memmove(address, source, nbytes)
+                    source += nbytes
+        return may
+
+    def use(self) -> StagingUse:
+        return (("taken", self.slots.taken * self._shares, self.slots.size * self._shares),)
+
+    def close(self, seconds: float) -> bool:
+        self.slots.close()
+        return super().close(seconds)
 
 
 class StagingPages:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from kvgrpc.errors import Failure, KvGrpcError, ServerDraining
 from kvgrpc.model import RankRef
 from kvgrpc.prefetch.storage.base import MISSING, OK, PageBuffers, PageResult, failed
 from kvgrpc.pull.book import Entry, PullBook
+from kvgrpc.pull.landing import Landing
 from kvgrpc.pull.model import Found, Holder, Lent, PullDirection
 from kvgrpc.pull.silent import SilentHolders
-from kvgrpc.pull.staging import Staging
 from kvgrpc.pull.waits import ForAnswer, ForPages, ForRoom, ForTime, Waiting, blocking
 from kvgrpc.transfer import KVReceiver
 from kvgrpc.transfer.protocol.types import MAX_ROOM
-from kvgrpc.transfer.runtime.boundary import DecodeRuntime
 
 Lend = Callable[[Found, Sequence[str], int, int, int, float], Lent]
 """Asks a holder for pages of a prompt in a room: (found, prompt, first, count, room, timeout). Raises KvGrpcError."""
@@ -28,14 +28,16 @@ _LOOK_SECONDS = 0.2
 class Taker:
     """Takes pages from one holder at a time; thread-safe. ``take`` waits, ``taking`` says what for.
 
+    A holder may be several ranks of an engine that divides pages by heads among more of them: each lends its share of
+    the same pages in a room of its own, and a page counts once all shares of it are there.
+
     ``stall``: seconds without a further page after which a holder is given up. Staging pages, which a holder that fell
     silent may still have, are waited for as long. What is taken is staged, so nothing of the cache waits for evidence.
     """
 
     def __init__(
         self,
-        manager: DecodeRuntime,
-        staging: Staging,
+        landing: Callable[[Holder], Landing],
         lend: Lend,
         book: PullBook,
         stall: float,
@@ -43,8 +45,8 @@ class Taker:
         now: Callable[[], float] = time.monotonic,
         new_room: Callable[[], int] = lambda: secrets.randbelow(MAX_ROOM) + 1,
     ) -> None:
-        self._manager = manager
-        self._staging = staging
+        """``landing``: where pages of a holder land. Raises KvGrpcError."""
+        self._landing = landing
         self._lend = lend
         self._book = book
         self._stall = stall
@@ -64,28 +66,29 @@ class Taker:
         """``take`` as a pull that says what it waits for."""
         began = moved = self._now()
         end = moved + timeout
-        results: list[PageResult] = []
+        try:
+            landing = self._landing(found.holder)
+        except KvGrpcError as error:
+            return [failed(error.message)] * len(buffers)
+        free, results = landing.memory.slots, list[PageResult]()
         while len(results) < len(buffers):
-            at = first + len(results)
+            at, left = first + len(results), len(buffers) - len(results)
             wait = max(0.0, min(self._stall, end - self._now()))
-            landing = yield ForPages(partial(self._landing_pages, len(buffers) - len(results)), wait)
-            if not landing:
-                results += [failed(f"no staging page came back in {wait:.1f} s")] * (len(buffers) - len(results))
+            slots = yield ForPages(partial(free.take, left, leaving_half=True), wait)
+            if not slots:
+                results += [failed(f"no staging page came back in {wait:.1f} s")] * left
                 break
-            count, failure = yield from self._pull(found, prompt, at, landing, buffers[len(results) :], end)
+            count, failure = yield from self._pull(found, prompt, at, landing, slots, buffers[len(results) :], end)
             results += [OK] * count
             moved = self._now() if count else moved
             if failure is not None and failure.retry_after is not None and self._may_wait(failure, moved, end):
                 yield ForTime(failure.retry_after)
-            elif count < len(landing) and (failure is not None or not count):
+            elif count < len(slots) and (failure is not None or not count):
                 why = MISSING if failure is None else failed(failure.message)
                 results += [why] * (len(buffers) - len(results))
         brought = sum(result.ok for result in results)
         self._book.note_rate(found.holder.engine, brought, self._now() - began)
         return results
-
-    def _landing_pages(self, most: int, timeout: float) -> list[int]:
-        return self._staging.landing.take(most, timeout, leaving_half=True)
 
     def _may_wait(self, failure: Failure, moved: float, end: float) -> bool:
         """True if a holder that is busy may be asked again: it has lent something of late, and there is time."""
@@ -97,50 +100,86 @@ class Taker:
         found: Found,
         prompt: Sequence[str],
         first: int,
-        landing: list[int],
+        landing: Landing,
+        slots: list[int],
         buffers: Sequence[PageBuffers],
         end: float,
     ) -> Waiting[tuple[int, Failure | None]]:
-        """One room: how many leading pages of ``landing`` came, and what went wrong."""
-        room, holder = self._new_room(), found.holder
+        """One room for each share: how many leading pages of ``slots`` came, and what went wrong."""
+        rooms: list[_Room] = []
         try:
-            arguments = (found, prompt, first, len(landing), room, end - self._now())
-            lent: Lent = yield ForAnswer(self._lend, arguments)
-        except KvGrpcError as error:
-            self._staging.landing.give_back(landing)
-            return 0, Failure.of(error)
-        except BaseException:
-            self._staging.landing.give_back(landing)
-            raise
-        used, spare = landing[: lent.pages], landing[lent.pages :]
-        self._staging.landing.give_back(spare)
-        if not used:
-            return 0, None
-        receiver = KVReceiver(self._manager, holder.sessions, room, prefill_dp_rank=lent.holder.rank.dp)
-        entry = self._entry(holder, lent.holder, room, len(landing), len(used))
-        try:
-            receiver.init(used)
-            in_time = yield from self._wait(receiver, entry, end)
-            if receiver.failure is None:
-                self._silent.forget(holder.address)
-            elif in_time:
-                self._silent.failed(holder.address)
-            failure = self._copy(receiver, used, buffers)
-            if receiver.failure is None:
-                entry.done = len(used) if failure is None else 0
+            count, failure = yield from self._open(found, prompt, first, landing, slots, rooms, end)
+            for room in rooms:
+                if count and failure is None:
+                    failure = yield from self._receive(room, end)
+                elif not room.receiver.ended:
+                    room.receiver.abort(f"another rank of {found.holder.engine} does not lend the rest of these pages")
+            if count and failure is None:
+                failure = self._copy(landing, slots[:count], buffers)
+            for room in rooms:
+                if room.receiver.failure is None:
+                    room.entry.done = room.entry.lent if failure is None else 0
         finally:
-            receiver.close()
-            self._staging.landing.retire(used, lambda: receiver.release_safe)
-            self._book.end(entry, receiver.failure)
-        return (0, failure) if failure is not None else (len(used), None)
+            self._end(landing, slots, rooms)
+        return (0, failure) if failure is not None else (count, None)
 
-    def _copy(self, receiver: KVReceiver, pages: Sequence[int], buffers: Sequence[PageBuffers]) -> Failure | None:
-        """Where the room brought its pages they are copied; a room that failed brought none."""
-        if receiver.failure is not None:
-            return receiver.failure
-        if not self._staging.copy_out(pages, buffers[: len(pages)]):
+    def _open(
+        self,
+        found: Found,
+        prompt: Sequence[str],
+        first: int,
+        landing: Landing,
+        slots: Sequence[int],
+        rooms: list[_Room],
+        end: float,
+    ) -> Waiting[tuple[int, Failure | None]]:
+        """Asks for a share after the other, each for as many pages as were lent before: how many all of them lent."""
+        count = len(slots)
+        for share, part in enumerate((found, *found.others)):
+            room, holder = self._new_room(), part.holder
+            try:
+                lent: Lent = yield ForAnswer(self._lend, (part, prompt, first, count, room, end - self._now()))
+            except KvGrpcError as error:
+                return 0, Failure.of(error)
+            if not lent.pages:
+                return 0, None
+            receiver = KVReceiver(landing.manager, holder.sessions, room, prefill_dp_rank=lent.session.rank.dp)
+            entry = self._entry(holder, lent.holder, room, count, lent.pages, landing.memory.page_bytes)
+            rooms.append(_Room(receiver, entry, holder))
+            count = lent.pages
+            receiver.init(landing.memory.pages(slots[:count], share))
+        return count, None
+
+    def _receive(self, room: _Room, end: float) -> Waiting[Failure | None]:
+        """Until a room has ended; why it brought nothing."""
+        receiver = room.receiver
+        in_time = yield from self._wait(receiver, room.entry, end)
+        if receiver.failure is None:
+            self._silent.forget(room.holder.address)
+        elif in_time:
+            self._silent.failed(room.holder.address)
+        return self._brought(receiver)
+
+    def _brought(self, receiver: KVReceiver) -> Failure | None:
+        """A room that failed brought none of its pages."""
+        return receiver.failure
+
+    def _copy(self, landing: Landing, slots: Sequence[int], buffers: Sequence[PageBuffers]) -> Failure | None:
+        if not landing.memory.copy_out(slots, buffers[: len(slots)]):
             return Failure.of(ServerDraining("the cache is closing and takes nothing more"))
         return None
+
+    def _end(self, landing: Landing, slots: Sequence[int], rooms: Sequence[_Room]) -> None:
+        """Slots that no room was told of are free at once, the others when no holder writes to them any more."""
+        used = rooms[0].entry.lent if rooms else 0
+        landing.memory.slots.give_back(slots[used:])
+        for room in rooms:
+            room.receiver.close()
+        if used:
+            receivers = [room.receiver for room in rooms]
+            landing.memory.slots.retire(slots[:used], lambda: all(each.release_safe for each in receivers))
+        for room in rooms:
+            self._book.end(room.entry, room.receiver.failure)
 
     def _wait(self, receiver: KVReceiver, entry: Entry, end: float) -> Waiting[bool]:
         """Until the room has ended: at the latest when nothing came for as long as a holder may take, or at ``end``;
@@ -158,7 +197,16 @@ class Taker:
                 return False
         return True
 
-    def _entry(self, holder: Holder, ref: RankRef, room: int, asked: int, lent: int) -> Entry:
-        entry = Entry(room, PullDirection.TAKEN, ref, holder.address, asked, lent)
+    def _entry(self, holder: Holder, ref: RankRef, room: int, asked: int, lent: int, page_bytes: int) -> Entry:
+        entry = Entry(room, PullDirection.TAKEN, ref, holder.address, asked, lent, page_bytes)
         self._book.begin(entry)
         return entry
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """One share on its way."""
+
+    receiver: KVReceiver
+    entry: Entry
+    holder: Holder

@@ -30,7 +30,7 @@ def registry() -> Iterator[str]:
     server.close()
 
 
-def opened(name: str, folder: Path, model: Path, registry: str) -> VllmEngine:
+def opened(name: str, folder: Path, model: Path, registry: str, tp: int = 1, **more: object) -> VllmEngine:
     orders = {
         "type": "KvGrpcOrders",
         "module_path": "kvgrpc.engines.vllm.orders",
@@ -49,9 +49,10 @@ def opened(name: str, folder: Path, model: Path, registry: str) -> VllmEngine:
             "spec_module_path": "tests.engines.vllm_offloading_on_cpu",
             "cpu_bytes_to_use": 64 * CHUNK_BYTES,
             "secondary_tiers": [tier, orders],
+            **more,
         },
     }
-    return VllmEngine(name, folder, {**vllm_arguments(model, 1), "kv_transfer_config": offloading})
+    return VllmEngine(name, folder, {**vllm_arguments(model, tp), "kv_transfer_config": offloading})
 
 
 @pytest.fixture(scope="module")

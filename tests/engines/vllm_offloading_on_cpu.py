@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 class TieringOnCpu(TieringOffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        assert self.blocks_per_chunk == 1 and not self.config.canonical_layout
+        assert self.blocks_per_chunk == 1
         region = SharedOffloadRegion(
             engine_id=self.config.engine_id,
             num_chunks=self.num_chunks,
@@ -24,20 +24,22 @@ class TieringOnCpu(TieringOffloadingSpec):
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
+        if self.config.canonical_layout:
+            self._validate_canonical_refs(kv_caches)
+            return CanonicalMemcpy(kv_caches, region)
         return Memcpy(kv_caches, region)
 
 
 class Memcpy(OffloadingWorker):
     def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion) -> None:
         self._region = region
-        self._pairs = [
-            (
-                each.tensor.view(torch.int8).view(-1, each.page_size_bytes),
-                region.create_next_worker_view(each.page_size_bytes),
-            )
-            for each in kv_caches.tensors
-        ]
+        views = self._host_views(kv_caches, region)
+        caches = [each.tensor.view(torch.int8).view(-1, each.page_size_bytes) for each in kv_caches.tensors]
+        self._pairs = list(zip(caches, views, strict=True))
         self._finished: list[TransferResult] = []
+
+    def _host_views(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion) -> list[torch.Tensor]:
+        return [region.create_next_worker_view(each.page_size_bytes) for each in kv_caches.tensors]
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
         for cache, host in self._pairs:
@@ -64,3 +66,39 @@ class Memcpy(OffloadingWorker):
         size = len(spec.block_ids) * sum(host.shape[1] for _, host in self._pairs)
         self._finished.append(TransferResult(job_id, True, size, time.get_clock_info("monotonic").resolution))
         return True
+
+
+class CanonicalMemcpy(Memcpy):
+    """Into chunks that are the same whatever the number of workers: run by run, as vLLM's mappings say."""
+
+    def _host_views(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion) -> list[torch.Tensor]:
+        self._refs = [ref for refs in kv_caches.group_data_refs for ref in refs]
+        sizes = [0] * len(kv_caches.tensors)
+        for ref in self._refs:
+            assert ref.mapping is not None
+            sizes[ref.tensor_idx] = max(sizes[ref.tensor_idx], ref.mapping.canonical_page_size_bytes)
+        return [region.create_next_canonical_view(size) for size in sizes]
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
+        blocks, chunks = torch.as_tensor(src_spec.block_ids), torch.as_tensor(dst_spec.block_ids)
+        for ref in self._refs:
+            written = torch.tensor([ref.mapping.is_writer(int(chunk)) for chunk in chunks], dtype=torch.bool)
+            self._copy(ref, blocks[written], chunks[written], store=True)
+        return self._done(job_id, src_spec)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec, expedited: bool = False) -> bool:
+        for ref in self._refs:
+            self._copy(ref, torch.as_tensor(dst_spec.block_ids), torch.as_tensor(src_spec.block_ids), store=False)
+        return self._done(job_id, dst_spec)
+
+    def _copy(self, ref: Any, blocks: torch.Tensor, chunks: torch.Tensor, store: bool) -> None:
+        cache, host = self._pairs[ref.tensor_idx]
+        for run in ref.mapping.runs:
+            for number in range(run.num_fragments):
+                at = run.local_offset + number * run.local_stride
+                there = run.canonical_offset + number * run.canonical_stride
+                here, away = slice(at, at + run.fragment_size), slice(there, there + run.fragment_size)
+                if store:
+                    host[chunks, away] = cache[blocks, here]
+                else:
+                    cache[blocks, here] = host[chunks, away]

@@ -12,6 +12,7 @@ from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, PeerUnreachable,
 from kvgrpc.model import Layout, RankRef
 from kvgrpc.prefetch.storage.base import PageResult
 from kvgrpc.pull.book import PullBook
+from kvgrpc.pull.landing import Landing
 from kvgrpc.pull.lender import Lender, Loan
 from kvgrpc.pull.model import Found, Holder, Lent
 from kvgrpc.pull.peers import PeersBackend
@@ -333,9 +334,9 @@ class Engine:
         self.silent = rules.silent(self.clock)
         self.sending, self.receiving = rules.sending(holder), Receiving(taker)
         self.lender: Lender = rules.lender(self.cache, self.staging, cast(Any, self.sending), self.book, self.clock)
+        landing = Landing(cast(Any, self.receiving), self.staging)
         self.pulls: Taker = rules.taker(
-            cast(Any, self.receiving),
-            self.staging,
+            lambda holder: landing,
             cast(Any, self.ask_to_lend),
             self.book,
             STALL,

@@ -99,8 +99,7 @@ class _Endless(Taker):
 class _Believes(Taker):
     """Pages of a room that failed count."""
 
-    def _copy(self, receiver: KVReceiver, pages: Sequence[int], buffers: Sequence[PageBuffers]) -> Failure | None:
-        self._staging.copy_out(pages, buffers[: len(pages)])
+    def _brought(self, receiver: KVReceiver) -> Failure | None:
         return None
 
 

@@ -309,15 +309,22 @@ class Lookups(AsyncLookupManager):
 
 
 def identity_of(spec: Any, chunk_bytes: int) -> PageIdentity:
-    """Returns what a chunk's bytes depend on besides its hash: what vLLM's own tier of files tells apart, and its size.
+    """Returns what a chunk's bytes depend on besides its hash: what vLLM's own tier of files tells apart, its size, and
+    the order of its bytes.
 
-    A chunk holds the parts of all workers, so that their sizes are in it, and no rank is.
+    A chunk holds the parts of all workers, one after the other, so that another number of them has other bytes: vLLM's
+    own tiers leave that out for head-sharded models, and would load heads into the place of others. With vLLM's
+    ``canonical_layout`` a chunk is the same whatever the number of workers, and its format names its order.
     """
     config = spec.config
     mapper = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, parallel_agnostic=True)
+    order: dict[str, Any] = {}
+    if not config.canonical_layout:
+        copies = 1 if config.replicated_layout else config.parallel.world_size
+        order = {"kv_cache_layout": config.kv_cache_layout, "workers": copies}
     return PageIdentity(
         model=config.model.name,
         dtype=str(config.model.dtype).removeprefix("torch."),
-        layout=json.dumps({**mapper.get_run_config(), "chunk_bytes": chunk_bytes}, sort_keys=True),
+        layout=json.dumps({**mapper.get_run_config(), "chunk_bytes": chunk_bytes, **order}, sort_keys=True),
         page_size=config.cache.tokens_per_hash * spec.blocks_per_chunk,
     )

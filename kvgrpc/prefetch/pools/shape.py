@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from kvgrpc.errors import InvalidRequest
 
@@ -35,13 +35,20 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """The make of a page. All components of a page are copied, stored and present together, or none is."""
+    """The make of a page. All components of a page are copied, stored and present together, or none is.
+
+    ``heads`` of the model's ``heads_total``: those of this rank, where each token of each component has one after the
+    other; 0: unknown, or there are none. They change no byte: with them pages can be had from other tensor-parallel
+    sizes.
+    """
 
     layers: int
     page_tokens: int
     components: tuple[Component, ...]
     dtype: str = "bfloat16"
     kind: str = "mha"
+    heads: int = field(default=0, compare=False)
+    heads_total: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         if self.layers < 1:
@@ -56,17 +63,40 @@ class PageShape:
         for component in self.components:
             if component.layer_bytes < 1:
                 raise InvalidRequest.of(f"shape.components.{component.name}", component.layer_bytes, "at least 1 byte")
+        self._check_heads()
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, over all layers and components."""
         return self.layers * sum(component.layer_bytes for component in self.components)
 
+    def with_heads(self, heads: int) -> PageShape:
+        """The same of a rank that has so many heads."""
+        components = (replace(each, layer_bytes=each.layer_bytes // self.heads * heads) for each in self.components)
+        return replace(self, components=tuple(components), heads=heads)
+
+    def _check_heads(self) -> None:
+        if self.heads_total == 0:
+            return
+        if not 1 <= self.heads <= self.heads_total:
+            raise InvalidRequest.of("shape.heads", self.heads, f"1 to {self.heads_total}, the heads_total of the model")
+        for each in self.components:
+            if each.layer_bytes % (self.page_tokens * self.heads):
+                rule = f"a multiple of {self.page_tokens} tokens and {self.heads} heads"
+                raise InvalidRequest.of(f"shape.components.{each.name}", each.layer_bytes, rule)
+
     @classmethod
-    def mha(cls, layers: int, page_tokens: int, heads: int, head_dim: int, dtype: str = "bfloat16") -> PageShape:
-        """Keys and values, ``[page_tokens, heads, head_dim]`` each. Raises InvalidRequest."""
+    def mha(
+        cls, layers: int, page_tokens: int, heads: int, head_dim: int, dtype: str = "bfloat16", heads_total: int = 0
+    ) -> PageShape:
+        """Keys and values, ``[page_tokens, heads, head_dim]`` each. Raises InvalidRequest.
+
+        ``heads_total``: KV heads of the model, of which this rank has its share in their order; 0: unknown, and no
+        pages are had from engines of another tensor-parallel size.
+        """
         nbytes = page_tokens * _count("heads", heads) * _count("head_dim", head_dim) * dtype_bytes(dtype)
-        return cls(layers, page_tokens, (Component("k", nbytes), Component("v", nbytes)), dtype, "mha")
+        components = Component("k", nbytes), Component("v", nbytes)
+        return cls(layers, page_tokens, components, dtype, "mha", heads, heads_total)
 
     @classmethod
     def mla(

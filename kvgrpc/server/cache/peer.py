@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import grpc
 
@@ -17,20 +17,19 @@ from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import PeerUnreachable, ServerDraining
 from kvgrpc.model import EngineLoad, ModelIdentity, RankId, RankRef
 from kvgrpc.net import advertised, joined, split
-from kvgrpc.observability.staging import forget_staging, watch_staging
-from kvgrpc.prefetch.manager import PrefetchManager
-from kvgrpc.prefetch.storage.base import PageBuffers
 from kvgrpc.pull.book import PullBook
+from kvgrpc.pull.heads import moves
 from kvgrpc.pull.holders import Holders
 from kvgrpc.pull.lender import Lender, LentPages
-from kvgrpc.pull.model import Found, Lent, PullConfig
+from kvgrpc.pull.model import Found, Lent, PullConfig, alone
 from kvgrpc.pull.peers import PeersBackend
 from kvgrpc.pull.servicer import PullServicer
-from kvgrpc.pull.staging import Staging
+from kvgrpc.pull.staging import StagedMemory, StagedShares, Staging
 from kvgrpc.pull.taker import Taker
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread, background
+from kvgrpc.server.cache.landings import Landings
 from kvgrpc.server.closing import ClosingTime, aside
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.port.callers import CallersHere
@@ -94,18 +93,19 @@ class CachePeer:
         self._staging = staging
         self._keys, identity = lends.keys, lends.keys.identity
         model = replace(config.model, name=config.model.name or identity.model)
-        self._holders = Holders(ref, config.layout, model, identity, pull, self._open_channel, config.model.name)
-        transfer = _transfer_config(config, ref, staging, model)
-        self._sending = PrefillManager(transfer, self.plane, self._loop)
-        self._receiving = DecodeManager(transfer, self.plane, self._loop, self._resolve, self._session_channel)
+        name = config.model.name
+        self._holders = Holders(ref, config.layout, model, identity, pull, self._open_channel, name, lends.shares)
+        self._transfer = _transfer_config(config, ref, staging, model)
+        self._sending = PrefillManager(self._transfer, self.plane, self._loop)
+        self._landings = Landings(staging, partial(self._take_memory, lends), self._receive, self._loop)
         self._lender = Lender(lends.cache, staging, self._sending, self.book)
-        self._taker = Taker(self._receiving, staging, self._lend, self.book, pull.stall_timeout, self._holders.silent)
+        self._taker = Taker(self._landings.of, self._lend, self.book, pull.stall_timeout, self._holders.silent)
         self.servicer = PullServicer(ref, config.layout, identity, self._lender, staging, self.book)
         self._listener = Listener({_SERVICES[0]: lambda: self._sending.healthy}, Admission(config.call_limits))
 
     @property
     def healthy(self) -> bool:
-        return self._sending.healthy and self._receiving.healthy
+        return self._sending.healthy and self._landings.healthy
 
     def add_load(self, said: EngineLoad) -> EngineLoad:
         """Returns what an engine said of itself, with what its cache lends and takes."""
@@ -121,9 +121,8 @@ class CachePeer:
 
     async def open(self) -> None:
         """Binds and serves. Raises AddressNotAllowed."""
-        watch_staging(self._staging.use)
         self._sending.start()
-        self._receiving.start()
+        self._landings.start()
         host = split(self._config.listen)[0]
         listen = self._pull.listen or joined(host, 0)
         public = split(self._config.advertise)[0] if self._config.advertise else ""
@@ -147,7 +146,8 @@ class CachePeer:
         self._backend.disconnect()
         self.servicer.drain()
         await self._listener.drain()
-        drained = [await each.drain(grace / 2) for each in (self._sending, self._receiving)]
+        managers: list[PrefillManager | DecodeManager] = [self._sending, *self._landings.managers]
+        drained = [await each.drain(grace / len(managers)) for each in managers]
         return all(nothing_left for nothing_left, _ in drained), sum(rooms for _, rooms in drained)
 
     async def undrain(self, end_drain: Callable[[], Awaitable[None]]) -> None:
@@ -162,8 +162,8 @@ class CachePeer:
         """Lends and takes again, unless it does or has ended."""
         if self._ended or not self._listener.draining:
             return
-        for each in (self._sending, self._receiving):
-            each.undrain()
+        self._sending.undrain()
+        self._landings.undrain()
         self.servicer.undrain()
         if self._following is not None:
             self._backend.connect(self._keys, self._taker, self._count)
@@ -177,7 +177,7 @@ class CachePeer:
             await self._end_taking(time)
         written = await self._end_writes(time)
         if written:
-            forget_staging(self._staging.use)
+            self._landings.forget()
         if first:
             if written:
                 self._sending.on_plane_closed()
@@ -196,12 +196,12 @@ class CachePeer:
             self._following.cancel()
             await asyncio.wait([self._following])
         await self.drain(time.left(0.3))
-        await self._receiving.stop()
+        await self._landings.stop()
 
     async def _end_writes(self, time: ClosingTime) -> bool:
         ended = await aside(self._sending.close_worker, time.left(0.5))
         # Threads of the cache and of calls copy from and to memory that the plane's close frees.
-        copied = await aside(self._staging.close, time.left(0.6))
+        copied = await aside(self._landings.close_memory, time.left(0.6))
         return copied and await aside(GuardedPlane(self.plane).close, time.left(0.7)) and ended
 
     # On threads of the cache's controller.
@@ -227,6 +227,20 @@ class CachePeer:
             text = f"{holder.engine} at {holder.address} was not asked: {error or type(error).__name__}"
             raise PeerUnreachable(text, metadata={"address": holder.address}) from None
 
+    def _take_memory(self, lends: LentPages, tp_size: int) -> StagedShares:
+        """Memory as large as the landing half of staging, for other pages. Raises ValueError, MemoryError, OSError."""
+        shares = list(self._holders.shares_of(tp_size).values())
+        page_bytes = max(share.page_bytes for share in shares)
+        slots = max(1, self._staging.landing.size * lends.page_bytes // (len(shares) * page_bytes))
+        plan = moves(lends.heads, [share.parts for share in shares])
+        sizes = lends.page_bytes, page_bytes, lends.page_tokens
+        return StagedShares(self.plane, slots, len(shares), plan, *sizes, lends.dtype)
+
+    def _receive(self, memory: StagedMemory, most: int) -> DecodeManager:
+        bounds = replace(self._transfer.bounds, held_pages=most)
+        transfer = replace(self._transfer, pools=(memory.pool,), bounds=bounds)
+        return DecodeManager(transfer, self.plane, self._loop, self._resolve, self._session_channel)
+
     async def _resolve(self, bootstrap_addr: str, decode: RankId, at_once: bool = False) -> PrefillEngine:
         return await self._holders.engine_at(bootstrap_addr)
 
@@ -248,35 +262,6 @@ class CachePeer:
         return _SERVICES
 
 
-def lent_of(cache: PrefetchManager) -> LentPages:
-    """The pages that a cache of kvgrpc's has on its host."""
-    shape = cache.config.shape
-    return LentPages(_HostCache(cache), cache.keys, shape.page_bytes, shape.page_tokens, shape.dtype)
-
-
-class _HostCache:
-    """The pages that a rank's cache has on its host, as a lender reads them."""
-
-    def __init__(self, cache: PrefetchManager) -> None:
-        self._keeper = cache.controller.keeper
-        self._host = cache.host
-
-    def count(self, hashes: Sequence[str]) -> int:
-        with self.reading(hashes) as pages:
-            return len(pages)
-
-    @contextlib.contextmanager
-    def reading(self, hashes: Sequence[str]) -> Iterator[Sequence[int]]:
-        pages = self._keeper.pages_of(hashes)
-        try:
-            yield pages.tolist()
-        finally:
-            self._host.table.end_read(pages)
-
-    def buffers(self, page: int) -> PageBuffers:
-        return self._host.page_buffers(page)
-
-
 def _plane_like(config: RankConfig) -> DataPlane:
     name = config.data_plane if isinstance(config.data_plane, str) else config.data_plane.name
     return open_plane(name, host=split(config.advertise or config.listen)[0], device=config.device)
@@ -284,8 +269,7 @@ def _plane_like(config: RankConfig) -> DataPlane:
 
 def _transfer_config(config: RankConfig, ref: RankRef, staging: Staging, model: ModelIdentity) -> TransferConfig:
     return TransferConfig(
-        ref,
-        config.layout,
+        *alone(ref, config.layout),
         (staging.pool,),
         timing=config.session_timing,
         bounds=replace(config.bounds, held_pages=staging.landing.size),

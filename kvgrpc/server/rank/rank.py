@@ -36,7 +36,8 @@ from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.within import check_seconds
-from kvgrpc.server.cache.peer import CachePeer, lent_of
+from kvgrpc.server.cache.lent import lent_of
+from kvgrpc.server.cache.peer import CachePeer
 from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime, close_at_exit, forget
 from kvgrpc.server.config import RankConfig

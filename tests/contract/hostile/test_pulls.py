@@ -58,7 +58,7 @@ def opened_by(taker: CacheRank, holder: CacheRank, pages: int) -> KVReceiver:
     peer = peer_of(taker)
     sessions = peer_of(holder).address
     peer._holders._remember(Holder("holder", holder.address, sessions), holder.rank.ref, Layout())
-    receiver = KVReceiver(peer._receiving, sessions, ROOM, prefill_dp_rank=0)
+    receiver = KVReceiver(peer._landings.managers[0], sessions, ROOM, prefill_dp_rank=0)
     receiver.init(peer._staging.landing.take(pages))
     receiver.wait(10.0)
     return receiver

@@ -1,0 +1,105 @@
+"""The places where a rank's pulls land: one for pages as its own, one more for each other way to divide them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable
+
+from kvgrpc.errors import ServerDraining, TooManyRequests
+from kvgrpc.observability.staging import forget_staging, watch_staging
+from kvgrpc.pull.landing import Landing
+from kvgrpc.pull.model import Holder
+from kvgrpc.pull.staging import StagedMemory, StagedShares, Staging
+from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.transfer.runtime.decode_manager import DecodeManager
+
+_OPEN_SECONDS = 5.0
+
+
+class Landings:
+    """``of`` and ``close_memory`` are for other threads, the rest belongs to the loop.
+
+    Pages of another size have memory and sessions of their own: both sides of a session say how large its pages are.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        take_memory: Callable[[int], StagedShares],
+        receive: Callable[[StagedMemory, int], DecodeManager],
+        loop: LoopThread,
+    ) -> None:
+        """``take_memory``: for holders of a tensor-parallel size; ``receive``: what receives in it at most so many
+        pages."""
+        self._staging, self._take_memory, self._receive = staging, take_memory, receive
+        self._loop = loop
+        self._opening = threading.Lock()
+        self._of_size: dict[int, Landing] = {}
+        # Whoever was late to open a place finds its memory the next time.
+        self._memory: dict[int, StagedShares] = {}
+        self._shares: list[StagedShares] = []
+        self._ended = False
+        own = receive(staging, staging.landing.size)
+        self._own = Landing(own, staging)
+        self.managers = [own]
+
+    @property
+    def healthy(self) -> bool:
+        return all(manager.healthy for manager in self.managers)
+
+    def of(self, holder: Holder) -> Landing:
+        """Raises KvGrpcError where there is no memory for its pages, or the cache is closing."""
+        if not holder.tp_size:
+            return self._own
+        with self._opening:
+            if holder.tp_size not in self._of_size:
+                self._of_size[holder.tp_size] = self._open(holder)
+            return self._of_size[holder.tp_size]
+
+    def start(self) -> None:
+        watch_staging(self._staging.use)
+        self.managers[0].start()
+
+    def undrain(self) -> None:
+        for manager in self.managers:
+            manager.undrain()
+
+    async def stop(self) -> None:
+        """Receives nothing more."""
+        self._ended = True
+        for manager in self.managers:
+            await manager.stop()
+
+    def close_memory(self, seconds: float) -> bool:
+        """Copies nothing more; False where a copy still runs after ``seconds``."""
+        return all([memory.close(seconds) for memory in (self._staging, *self._shares)])
+
+    def forget(self) -> None:
+        """The memory is freed."""
+        for use in (self._staging.use, *(memory.use for memory in self._shares)):
+            forget_staging(use)
+
+    def _open(self, holder: Holder) -> Landing:
+        what = f"pages of {holder.engine}, of tensor-parallel size {holder.tp_size},"
+        try:
+            memory = self._memory.get(holder.tp_size)
+            if memory is None:
+                memory = self._memory[holder.tp_size] = self._take_memory(holder.tp_size)
+            manager = self._receive(memory, memory.pool.pages)
+            self._loop.run(self._start(memory, manager), _OPEN_SECONDS)
+        except (MemoryError, OSError, ValueError) as error:
+            most = self._staging.landing.size
+            metadata = {"limit": most, "value": most, "scope": "landing pages"}
+            raise TooManyRequests(f"{what} have no memory to land in: {error}", metadata=metadata) from error
+        except (TimeoutError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError) as error:
+            raise ServerDraining(f"{what} are not received: the event loop is busy or has ended") from error
+        return Landing(manager, memory)
+
+    async def _start(self, memory: StagedShares, manager: DecodeManager) -> None:
+        if self._ended or self.managers[0].draining:
+            raise ServerDraining("the cache is closing and takes nothing more")
+        manager.start()
+        watch_staging(memory.use)
+        self.managers.append(manager)
+        self._shares.append(memory)
