@@ -89,7 +89,7 @@ untimed: others
 	@$(ALONE) $(BESIDE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) $(UNTIMED)
 
 test-suites:  ## What CI runs beside `make test`: each suite (test-browser, …), tests/contract on protobuf 6; in two lanes too.
-	@for each in main gen protobuf6 protobuf7; do .ci/setup $$each; done
+	@for each in main gen etcd protobuf6 protobuf7; do .ci/setup $$each; done
 	@$(MAKE) --jobs=$(JOBS) --output-sync=target suites suites-beside
 
 suites:
@@ -100,6 +100,7 @@ suites-beside:
 
 test-outages test-browser test-demo test-tools: test-%:
 	@.ci/setup main
+	@$(if $(filter outages,$*),.ci/setup etcd)
 	@$(ALONE) $(BIN)/python -m pytest $(NO_SLOW) $(SLOWEST) $($*)
 
 test-hostile: worlds

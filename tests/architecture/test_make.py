@@ -77,3 +77,9 @@ def test_what_ci_runs_is_all_of_it(test: str, suites: str) -> None:
     for command in ("/mypy", "/ruff check", "/lint-imports", "buf lint", ".ci/drift", ".ci/breaking"):
         assert command in test
     assert set(re.findall(r"\.ci/clients (\w+)", suites)) == {"go", "rust", "typescript"}
+
+
+@pytest.mark.parametrize("target", ["test", "test-suites", "test-outages"])
+def test_where_registries_over_etcd_are_tested_there_is_an_etcd(target: str) -> None:
+    """Their tests are skipped without one."""
+    assert re.search(r"\.ci/setup etcd|for each in [^;]*\betcd\b", said(target)), "its kills would be skipped"
