@@ -15,6 +15,8 @@ from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer.runtime.decode_manager import DecodeManager
 
 _OPEN_SECONDS = 5.0
+# Tensor-parallel sizes beside our own: each takes memory while the rank lives, and a row names its size itself.
+MOST_SIZES = 4
 
 
 class Landings:
@@ -54,6 +56,7 @@ class Landings:
             return self._own
         with self._opening:
             if holder.tp_size not in self._of_size:
+                self._check_sizes(holder)
                 self._of_size[holder.tp_size] = self._open(holder)
             return self._of_size[holder.tp_size]
 
@@ -79,6 +82,14 @@ class Landings:
         """The memory is freed."""
         for use in (self._staging.use, *(memory.use for memory in self._shares)):
             forget_staging(use)
+
+    def _check_sizes(self, holder: Holder) -> None:
+        if holder.tp_size not in self._memory and len(self._memory) >= MOST_SIZES:
+            raise TooManyRequests(
+                f"pages of {holder.engine} are of tensor-parallel size {holder.tp_size}, "
+                f"and those of {MOST_SIZES} other sizes have the memory to land in",
+                metadata={"limit": MOST_SIZES, "value": MOST_SIZES + 1, "scope": "tensor-parallel sizes"},
+            )
 
     def _open(self, holder: Holder) -> Landing:
         what = f"pages of {holder.engine}, of tensor-parallel size {holder.tp_size},"
