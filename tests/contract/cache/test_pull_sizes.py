@@ -141,8 +141,9 @@ def test_pages_of_another_size_arrive_with_all_heads_in_their_place(
     rooms = [row for rank in taker.ranks for row in peer_of(rank).book.rows()]
     assert not any(row.failure for row in rooms)
     shares = max(1, holders // takers)
-    assert sum(row.done for row in rooms) == 11 * shares * takers
-    assert {row.nbytes // row.done for row in rooms} == {shape_of(holders).page_bytes}
+    # A share whose fellow has to wait for a lender is asked for again, so it may have come twice.
+    assert sum(row.done for row in rooms) >= 11 * shares * takers
+    assert {row.nbytes // row.done for row in rooms if row.done} == {shape_of(holders).page_bytes}
 
 
 def test_pages_that_one_of_two_ranks_lacks_do_not_count(engines: Engines) -> None:
