@@ -90,12 +90,12 @@ def test_the_settings_have_the_names_of_sglangs_arguments() -> None:
     ids=["windows", "draft model"],
 )
 def test_pipeline_stages_are_served_where_each_layer_has_a_number(
-    settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], says: str
+    settings: dict[str, dict[str, Any]], given: dict[str, Any], says: str
 ) -> None:
     settings["parallel"]["pp_size"] = 2
-    with pytest.raises(FeatureDisabled, match=f"kvgrpc does not serve --pp-size 2: .*; set {limits.UNTRIED}=pipeline"):
+    with pytest.raises(FeatureDisabled, match=f"--pp-size 2 at decode: .*, or set {limits.UNTRIED}=pipeline"):
         limits.check_supported(kv_args())
-    monkeypatch.setenv(limits.UNTRIED, "pipeline")
+    settings["disagg"]["disaggregation_mode"] = "prefill"
     limits.check_supported(kv_args())
     with pytest.raises(FeatureDisabled, match=f"kvgrpc does not serve {says}"):
         limits.check_supported(SimpleNamespace(**{**vars(kv_args()), **given}))

@@ -12,7 +12,7 @@ from kvgrpc.engines.sglang.plugin import BACKEND
 from kvgrpc.engines.sglang.rank import is_plain_window, kind_of
 from kvgrpc.errors import FeatureDisabled
 
-# Kinds of state to hand over although nobody has seen it work, "mamba,dsa", and pipeline stages.
+# Kinds of state to hand over although nobody has seen it work, "mamba,dsa", and pipeline stages of decode.
 UNTRIED, PIPELINE = "KVGRPC_UNTRIED", "pipeline"
 
 
@@ -36,10 +36,10 @@ def check_supported(kv_args: Any) -> None:
             "leave it out",
         ),
         (
-            parallel.pp_size > 1 and PIPELINE not in _asked_for(),
-            f"--pp-size {parallel.pp_size}",
-            "stages say which layers they hold, but no SGLang was ever run so",
-            f"set {UNTRIED}={PIPELINE} on both sides, or use --pp-size 1",
+            parallel.pp_size > 1 and disagg.disaggregation_mode == "decode" and PIPELINE not in _asked_for(),
+            f"--pp-size {parallel.pp_size} at decode",
+            "later stages of SGLang's decode keep the pages of hand-offs that failed, and it was never run",
+            f"use --pp-size 1, which takes from all stages of prefill, or set {UNTRIED}={PIPELINE}",
         ),
         (
             parallel.pp_size > 1 and bool(states),
