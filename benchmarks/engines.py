@@ -10,15 +10,17 @@ several times.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -28,7 +30,8 @@ from benchmarks.harness.table import Metric, Problem, Row, Target, markdown, sho
 from benchmarks.harness.worker import peak_rss
 from tests.engines.engine import Pair, Request
 from tests.engines.model import TINY, WIDE, Case, Reference, Size
-from tests.engines.vllm_engine import CONNECTOR, IN_TREE_CONNECTOR, VllmPair
+from tests.engines.vllm_engine import BLOCK, CONNECTOR, IN_TREE_CONNECTOR, VllmPair
+from tests.support.waiting import wait_until
 
 ENGINE = "sglang" if find_spec("sglang") else "vllm"
 RESULTS = Path(__file__).parent / f"results-engines-{ENGINE}.json"
@@ -41,14 +44,43 @@ TTFT, WIDE_TTFT = f"engine.{ENGINE}.ttft", f"engine.{ENGINE}.wide"
 # Times as fast as in-tree: p50, p99.
 TTFT_RATIOS = {"sglang": (1.1, 1.5), "vllm": (1.0, 1.0)}[ENGINE]
 DETECT, FIRST_REQUEST = f"engine.{ENGINE}.detect", f"engine.{ENGINE}.first_request"
+CROWDED, LONG = f"engine.{ENGINE}.wide.concurrent32", f"engine.{ENGINE}.long"
+DECODE_KEEPS = f"engine.{ENGINE}.decode_keeps"
 PROMPT_TOKENS, NEW_TOKENS = 100, 4
 TIMED_REQUESTS, UNCOUNTED_REQUESTS = 100, 4
 STARTS = 3
 # A row takes minutes, so one that others disturbed is measured again once.
 TRIES = 2
 WIDE_PROMPT_TOKENS, WIDE_REQUESTS, WIDE_CONCURRENCY = 128, 12, 4
+CROWD = 32
+LONG_PROMPT_TOKENS, LONG_CHUNK, LONG_REQUESTS = 8_000, 1_024, 3
+# Of decode's row: what it generates all the time, and what arrives beside it, a page each.
+BATCH, BATCH_TOKENS, ARRIVALS_A_SECOND, ARRIVING_TOKENS = 8, 1_400, 50, 16
+WINDOW_SECONDS = 2.0
 # How long a request is waited for whose prefill is dead; one that waits on is counted with it.
 DETECT_SECONDS = {"sglang": 60.0, "vllm": 30.0}[ENGINE]
+
+
+def both(**sglang: Any) -> Mapping[str, Any]:
+    """Arguments of either engine, by SGLang's names."""
+    names = {
+        "chunked_prefill_size": "max_num_batched_tokens",
+        "max_running_requests": "max_num_seqs",
+        "context_length": "max_model_len",
+    }
+    if ENGINE == "sglang":
+        return sglang
+    blocks = sglang.pop("max_total_tokens", 4096) // BLOCK + 1
+    return {"num_gpu_blocks_override": blocks, **{names[name]: value for name, value in sglang.items()}}
+
+
+CROWDED_ENGINES = both(max_running_requests=CROWD, max_total_tokens=CROWD * 2 * WIDE_PROMPT_TOKENS)
+LONG_ENGINES = both(
+    chunked_prefill_size=LONG_CHUNK, context_length=LONG_PROMPT_TOKENS + 192, max_total_tokens=2 * LONG_PROMPT_TOKENS
+)
+BUSY_ENGINES = both(
+    max_running_requests=2 * BATCH, context_length=2 * BATCH_TOKENS, max_total_tokens=3 * BATCH * BATCH_TOKENS
+)
 
 
 class Engines:
@@ -56,12 +88,15 @@ class Engines:
 
     size: Size = TINY
     prompt_tokens = PROMPT_TOKENS
+    cases = 24
+    at_both: Mapping[str, Any] = both()
 
     def __init__(self, backend: str) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="kvgrpc-bench-"))
         reference = Reference(self._folder, self.size)
-        self._cases = endless([reference.case(self.prompt_tokens, NEW_TOKENS) for _ in range(24)])
-        self.pair = {"sglang": sglang_pair, "vllm": vllm_pair}[ENGINE](self._folder, reference.path, backend)
+        self._cases = endless([reference.case(self.prompt_tokens, NEW_TOKENS) for _ in range(self.cases)])
+        pair = {"sglang": sglang_pair, "vllm": vllm_pair}[ENGINE]
+        self.pair = pair(self._folder, reference.path, backend, self.at_both)
         self.pair.wait_ready()
         self._stop()
 
@@ -132,6 +167,73 @@ class Wide(Engines):
         return {WIDE_TTFT: statistics.median(took)}
 
 
+class Crowded(Engines):
+    """4 MiB of KV cache a request, all asked at once."""
+
+    size = WIDE
+    prompt_tokens = WIDE_PROMPT_TOKENS
+    at_both = CROWDED_ENGINES
+
+    def work(self) -> Figures:
+        self.one_by_one(UNCOUNTED_REQUESTS)
+        took = sorted([self.finish(*request) for request in [self.submit() for _ in range(CROWD)]])
+        return {CROWDED: statistics.median(took), f"{CROWDED}.last": took[-1]}
+
+
+class Long(Engines):
+    """Prompts that prefill computes in chunks, one after another."""
+
+    prompt_tokens = LONG_PROMPT_TOKENS
+    cases = LONG_REQUESTS
+    at_both = LONG_ENGINES
+
+    def work(self) -> Figures:
+        return {LONG: statistics.median(self.one_by_one(LONG_REQUESTS))}
+
+
+class BusyDecode(Engines):
+    """Decode, alone on its core, generates for a full batch, with hand-offs arriving beside it and without."""
+
+    prompt_tokens = ARRIVING_TOKENS
+    at_both = BUSY_ENGINES
+
+    def __init__(self, backend: str) -> None:
+        super().__init__(backend)
+        cores = sorted(os.sched_getaffinity(0))
+        for engine, core in ((self.pair.prefill, cores[0]), (self.pair.decode, cores[-1])):
+            pin(engine.pids(), core)
+
+    def work(self) -> Figures:
+        self.one_by_one(UNCOUNTED_REQUESTS)
+        batch = [self.pair.submit(next(self._cases).prompt, BATCH_TOKENS) for _ in range(BATCH)]
+        for prefill, _ in batch:
+            prefill.result()
+        wait_until(lambda: all(decode.tokens for _, decode in batch))
+        generating = [decode for _, decode in batch]
+        alone, beside = 0.0, 0.0
+        for _ in range(2):
+            alone += self._tokens(generating, arrivals=0)
+            beside += self._tokens(generating, arrivals=ARRIVALS_A_SECOND)
+        if any(decode.wait(0) for decode in generating):
+            raise RuntimeError("the batch ended before its time was over")
+        for decode in generating:
+            self.pair.decode.abort(decode)
+            decode.wait()
+        return {DECODE_KEEPS: 100 * beside / alone}
+
+    def _tokens(self, generating: Sequence[Request], arrivals: int) -> float:
+        """That the batch got in a window."""
+        before, end, arrived = sum(len(each.tokens) for each in generating), time.monotonic() + WINDOW_SECONDS, []
+        while (left := end - time.monotonic()) > 0:
+            if arrivals:
+                arrived.append(self.submit())
+            time.sleep(min(left, 1 / arrivals if arrivals else left))
+        got = sum(len(each.tokens) for each in generating) - before
+        for request in arrived:
+            self.finish(*request)
+        return got
+
+
 class Faults(Engines):
     """Prefill starts again and gets its first request; later kill -9, while decode waits for it."""
 
@@ -158,9 +260,16 @@ class Faults(Engines):
         return {FIRST_REQUEST: first, DETECT: (waiting.ended or 0.0) - killed}
 
 
-def sglang_pair(folder: Path, model: Path, backend: str) -> Pair:
-    """Every request is computed, and in one go."""
-    alone = {"chunked_prefill_size": 512, "disable_radix_cache": True}
+def pin(pids: Sequence[int], core: int) -> None:
+    """All threads of these processes, and what they start, to one core."""
+    for pid in pids:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setaffinity(int(thread), {core})
+
+
+def sglang_pair(folder: Path, model: Path, backend: str, more: Mapping[str, Any]) -> Pair:
+    """Every request is computed, and in one go where ``more`` says no other chunk."""
+    alone = {"chunked_prefill_size": 512, "disable_radix_cache": True, **more}
     environment = {}
     if backend in LIMITS:
         plugin = f"benchmarks.baselines.sglang_{backend}:install"
@@ -168,9 +277,9 @@ def sglang_pair(folder: Path, model: Path, backend: str) -> Pair:
     return Pair(folder, model, backend=backend, environment=environment, prefill=alone, decode=alone)
 
 
-def vllm_pair(folder: Path, model: Path, backend: str) -> Pair:
+def vllm_pair(folder: Path, model: Path, backend: str, more: Mapping[str, Any]) -> Pair:
     """As for SGLang."""
-    alone = {"max_num_batched_tokens": 512, "enable_prefix_caching": False}
+    alone = {"max_num_batched_tokens": 512, "enable_prefix_caching": False, **more}
     transfer = CONNECTOR if backend == "kvgrpc" else IN_TREE_CONNECTOR
     return VllmPair(folder, model, transfer=transfer, prefill=alone, decode=alone)
 
@@ -189,6 +298,13 @@ def all_benchmarks(starts: int) -> list[Benchmark]:
         ),
         *(limit(name, backend, starts) for backend, name in LIMITS.items()),
         row(Wide, Metric(WIDE_TTFT, "ms", "lower", IN_TREE, Target(ratio=1)), starts=starts),
+        row(
+            Crowded,
+            Metric(CROWDED, "ms", "lower", IN_TREE, Target(ratio=1)),
+            Metric(f"{CROWDED}.last", "ms", "lower", IN_TREE, Target(ratio=1)),
+        ),
+        row(Long, Metric(LONG, "ms", "lower", IN_TREE, Target(ratio=1))),
+        row(BusyDecode, Metric(DECODE_KEEPS, "%", "higher", IN_TREE, Target(ratio=0.99))),
         row(
             Faults,
             Metric(DETECT, "s", "lower", IN_TREE, Target(ratio=1, value=1)),
