@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import grpc
 
@@ -34,6 +34,8 @@ class IndexServer(ServerAlone):
     neither is named, and for what is no address.
     """
 
+    _servicer: IndexServicer
+
     def __init__(
         self,
         listen: Sequence[str],
@@ -53,18 +55,6 @@ class IndexServer(ServerAlone):
         self.index = PrefixIndex(registry=registry, sources=sources, live=live, security=client_security, saved=saved)
         self._servicer = IndexServicer(self.index)
         self._listener = Listener({_SERVICES[0]: self.index.health}, Admission(self._call_limits))
-
-    async def drain(self, grace: float) -> tuple[bool, int]:
-        """An index holds nothing that a drain would have to wait for."""
-        self._servicer.drain()
-        await self._listener.drain()
-        return True, 0
-
-    async def undrain(self, end_drain: Callable[[], Awaitable[None]]) -> None:
-        self._check_not_closing()
-        await end_drain()
-        self._servicer.undrain()
-        self._listener.undrain()
 
     def _live(self) -> dict[str, bool]:
         return {"loop": self._loop.healthy, "index": self._closing or self.index.healthy}

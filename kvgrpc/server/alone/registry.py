@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import grpc
 
@@ -38,6 +38,8 @@ class RegistryServer(ServerAlone):
     and for a limit below 1.
     """
 
+    _servicer: RegistryServicer
+
     def __init__(
         self,
         listen: Sequence[str],
@@ -54,18 +56,9 @@ class RegistryServer(ServerAlone):
         self._listener = Listener(checks, Admission(self._call_limits))
 
     async def drain(self, grace: float) -> tuple[bool, int]:
-        """A registry holds nothing that a drain would have to wait for."""
         if self.address:
             logger.info("the registry at %s drains", self.address)
-        self._servicer.drain()
-        await self._listener.drain()
-        return True, 0
-
-    async def undrain(self, end_drain: Callable[[], Awaitable[None]]) -> None:
-        self._check_not_closing()
-        await end_drain()
-        self._servicer.undrain()
-        self._listener.undrain()
+        return await super().drain(grace)
 
     def _live(self) -> dict[str, bool]:
         return {"loop": self._loop.healthy, "registry": self._closing or self._servicer.healthy}

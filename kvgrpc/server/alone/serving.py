@@ -6,7 +6,7 @@ import gc
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from kvgrpc.errors import ServerDraining
@@ -29,6 +29,14 @@ class OpenClose(Protocol):
     def close(self) -> None: ...
 
 
+class Drains(Protocol):
+    """A servicer that turns new calls away until it is told to go on."""
+
+    def drain(self) -> None: ...
+
+    def undrain(self) -> None: ...
+
+
 Served = TypeVar("Served", bound=OpenClose)
 Alone = TypeVar("Alone", bound="ServerAlone")
 
@@ -37,6 +45,7 @@ class ServerAlone(ABC):
     """A service on a port of its own, and a status port beside it. ``open`` and ``close`` block."""
 
     _listener: Listener
+    _servicer: Drains
 
     def __init__(
         self,
@@ -78,6 +87,20 @@ class ServerAlone(ABC):
         if self._status is not None:
             self._status.close()
 
+    async def drain(self, grace: float) -> tuple[bool, int]:
+        """Nothing is held here that a drain would have to wait for."""
+        self._servicer.drain()
+        await self._listener.drain()
+        return True, 0
+
+    async def undrain(self, end_drain: Callable[[], Awaitable[None]]) -> None:
+        """Raises ServerDraining: who ends takes no drain back."""
+        if self._closing:
+            raise ServerDraining(f"{self.address} is about to end")
+        await end_drain()
+        self._servicer.undrain()
+        self._listener.undrain()
+
     @abstractmethod
     async def _open(self) -> None: ...
 
@@ -86,11 +109,6 @@ class ServerAlone(ABC):
 
     @abstractmethod
     def _live(self) -> Mapping[str, bool]: ...
-
-    def _check_not_closing(self) -> None:
-        """Raises ServerDraining: who ends takes no drain back."""
-        if self._closing:
-            raise ServerDraining(f"{self.address} is about to end")
 
     def _ready(self) -> dict[str, bool]:
         return {"loop": self._loop.healthy, **self._listener.serving()}
