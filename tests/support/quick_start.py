@@ -7,6 +7,7 @@ begins from nothing.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import multiprocessing
 import os
@@ -57,8 +58,10 @@ class Program:
         return self._process.pid
 
     def send_signal(self, number: int) -> None:
-        if self._process.is_alive():
-            os.kill(self.pid, number)
+        """Nothing happens where it has ended: not we but multiprocessing's server reaps it, at any moment."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._process.is_alive():
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
