@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -95,11 +96,13 @@ def class_chooser(backend: str) -> Callable[..., Any]:
     SGLang asks for its FAKE sender and receiver for warm-up and health requests and pairs them with our manager. The
     first question for ours is where this SGLang is looked at. Raises FeatureDisabled for one that lacks what they need.
     """
+    # SGLang asks with each request, on its scheduler's thread, and to look takes 10 ms.
+    ours: Callable[[], dict[str, type]] = functools.cache(_classes)
 
     def get_kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
         if transfer_backend.value != backend or class_type.value == "kvargs":
             return original(transfer_backend, class_type)
-        return _classes()[class_type.value]
+        return ours()[class_type.value]
 
     return get_kv_class
 

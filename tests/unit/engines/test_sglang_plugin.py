@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvgrpc.engines.sglang import EX_CONFIG, is_asked
+from kvgrpc.engines.compatibility import HAND_OFFS, SGLANG
+from kvgrpc.engines.sglang import EX_CONFIG, is_asked, plugin
 from kvgrpc.engines.sglang.plugin import RELEASE_TIMEOUT, class_chooser, install, page_holder, with_member
 from kvgrpc.errors import InvalidRequest
 
@@ -38,6 +39,22 @@ def test_the_new_backend_is_found_by_its_name_beside_the_old_ones() -> None:
 @pytest.mark.parametrize(("backend", "kind"), [(Backend.FAKE, Kind.SENDER), (Backend.MOONCAKE, Kind.KVARGS)])
 def test_warm_up_classes_and_sglangs_container_stay_sglangs(backend: Backend, kind: Kind) -> None:
     assert class_chooser("mooncake")(sglangs, backend, kind) == sglangs(backend, kind)
+
+
+def test_sglang_is_looked_at_once_and_not_with_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request asked for 10 to 20 ms of the scheduler's thread else: most tokens that a busy decode lost to us."""
+    for module, name in (
+        ("bootstrap", "KvGrpcBootstrapServer"),
+        ("manager", "KvGrpcManager"),
+        ("receiver", "KvGrpcReceiver"),
+        ("sender", "KvGrpcSender"),
+    ):
+        monkeypatch.setitem(sys.modules, f"kvgrpc.engines.sglang.{module}", SimpleNamespace(**{name: name}))
+    looks: list[object] = []
+    monkeypatch.setattr(plugin, "check", lambda *what: looks.append(what))
+    choose = class_chooser("mooncake")
+    assert [choose(sglangs, Backend.MOONCAKE, Kind.SENDER) for _ in range(3)] == ["KvGrpcSender"] * 3
+    assert looks == [(SGLANG, HAND_OFFS)]
 
 
 @pytest.mark.parametrize(
