@@ -61,6 +61,8 @@ class OtherVariables(msgspec.Struct):
     """HOST:PORT at which an SGLang engine takes orders for its cache (docs/engines/sglang.md)."""
     sglang: str
     """How SGLang gets its transfer backend: ``backend`` or ``mooncake`` (docs/engines/sglang.md)."""
+    untried: str
+    """What an engine hands over although nobody has seen it work (docs/engines/sglang.md, docs/engines/vllm.md)."""
     model_name: str
     """What the model of an engine is called, where its path differs from host to host."""
     store: str

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Concatenate
 
 import click
 
-from kvgrpc.cli.unreachable import UnreachableServer, next_step
+from kvgrpc.cli.failures import ToldWith
+from kvgrpc.cli.unreachable import next_step
 from kvgrpc.errors import PeerUnreachable
 from kvgrpc.net import check_target
 
@@ -183,4 +184,4 @@ class ConnectionOptions:
             with SyncClient(self.server, security, self.timeout) as client:
                 yield client
         except PeerUnreachable as error:
-            raise UnreachableServer(error, next_step(self.server, with_tls=security.tls, where=where)) from error
+            raise ToldWith(error, next_step(self.server, with_tls=security.tls, where=where)) from error

@@ -37,6 +37,15 @@ NEXT_STEP_AFTER_FOREIGN = {
 }
 
 
+class ToldWith(Exception):
+    """A failure whose next step is known better here than from its reason."""
+
+    def __init__(self, error: KvGrpcError, next_step: str) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.next_step = next_step
+
+
 def explain(error: KvGrpcError, next_step: str = "") -> int:
     """Prints the failure to stderr, with this next step or that of its reason; the exit code."""
     from rich.console import Console

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 import click
 
 import kvgrpc
-from kvgrpc.cli.failures import INTERRUPTED, explain
-from kvgrpc.cli.unreachable import UnreachableServer
+from kvgrpc.cli.failures import INTERRUPTED, ToldWith, explain
 from kvgrpc.errors import KvGrpcError
 
 # Name -> module below kvgrpc.cli and attribute; in the order of the help.
@@ -57,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except UnreachableServer as unheard:
-        sys.exit(explain(unheard.error, unheard.next_step))
+    except ToldWith as told:
+        sys.exit(explain(told.error, told.next_step))
     except KvGrpcError as error:
         sys.exit(explain(error))
 

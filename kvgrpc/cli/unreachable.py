@@ -6,22 +6,12 @@ import enum
 import os
 import socket
 
-from kvgrpc.errors import PeerUnreachable
 from kvgrpc.net import is_unix, split, unix_path
 
 LOOK_SECONDS = 1.0
 # What a client of HTTP/2 says first, and an empty SETTINGS frame.
 HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 SETTINGS = 4
-
-
-class UnreachableServer(Exception):
-    """A PeerUnreachable with what to do next."""
-
-    def __init__(self, error: PeerUnreachable, next_step: str) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.next_step = next_step
 
 
 class Listens(enum.Enum):

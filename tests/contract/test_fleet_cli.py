@@ -117,8 +117,21 @@ def test_why_of_a_room_that_nobody_knows_says_who_did_not_answer(kvgrpc: Run, re
     code, _, err = kvgrpc("why", "5", "-s", registry, "--timeout", "2")
     assert code == 64 + 5
     assert [
-        word for word in ("ROOM_NOT_FOUND", "none of 3 ranks", "1 did not answer", "X/dp0") if word not in err
+        word
+        for word in ("ROOM_NOT_FOUND", "none of 3 ranks", "1 did not answer", "X/dp0", f"rooms --fleet -s {registry}")
+        if word not in err
     ] == []
+
+
+def test_why_where_no_rank_is_registered_speaks_of_no_ranks_rooms(kvgrpc: Run) -> None:
+    empty = RegistryServer(["127.0.0.1:0"]).open()
+    try:
+        code, _, err = kvgrpc("why", "5", "-s", empty.address)
+    finally:
+        empty.close()
+    assert code == 64 + 5
+    assert f"no rank is registered at {empty.address}" in err and "KVGRPC_REGISTRY: is it this one" in err
+    assert "settled" not in err
 
 
 def test_why_for_programs(kvgrpc: Run, registry: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
+import kvgrpc
 from kvgrpc.cli.main import command
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.server import CallLimits, settings
@@ -89,6 +91,15 @@ def test_a_variable_that_is_like_nothing_of_ours_is_only_said(caplog: pytest.Log
         assert settings({}, {name: "x" for name in names} | {"KVGRPC_SGLANG": "backend"}) == {}
     said = [(record.levelname, record.getMessage().split()[0]) for record in caplog.records]
     assert said == [("WARNING", name) for name in names]
+
+
+def test_a_variable_that_an_adapter_reads_is_not_said_to_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    adapters = Path(kvgrpc.__file__).parent / "engines"
+    read = {name for file in adapters.rglob("*.py") for name in re.findall(r'"(KVGRPC_[A-Z_]+)"', file.read_text())}
+    assert "KVGRPC_UNTRIED" in read
+    with caplog.at_level(logging.INFO):
+        settings({}, {name: "x" for name in read if name.removeprefix(PREFIX).lower() not in KINDS})
+    assert caplog.messages == []
 
 
 def test_a_variable_of_an_option_of_the_command_is_no_misspelt_setting(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvgrpc.cli.connection import calls_a_registry, json_option
+from kvgrpc.cli.failures import ToldWith
 from kvgrpc.cli.fleet.tables import unanswered, with_short_names
 from kvgrpc.cli.names import rank_name, role_name, row_name
 from kvgrpc.cli.output import columns_here, milliseconds, show_record, show_table, wide_option
@@ -45,6 +46,16 @@ NEXT_STEPS = {
     Reason.KV_INDEX_OUT_OF_RANGE: "The engine named a page that its pool does not have: a bug of its adapter.",
 }
 
+# Of a room of which nobody told.
+NO_RANKS = (
+    "Engines register at the address in their KVGRPC_REGISTRY: is it this one, and do they run? A rank that registers "
+    "nowhere tells of its own rooms: `kvgrpc rooms -s RANK`. The log of this registry ({registry}) says which left it."
+)
+NOBODY_KNOWS = (
+    "Did the router log this number, and was the request sent to these engines? `kvgrpc rooms --fleet -s {registry}` "
+    "lists what they know: open rooms, and at each rank the last 256 that went well and the last 256 that failed."
+)
+
 
 @click.command()
 @click.argument("room", type=ROOM)
@@ -56,12 +67,7 @@ def why(client: SyncClient, room: int, attempt: int, as_json: bool) -> None:
     """Find ROOM at the ranks of a registry, and tell what became of it at each of them, in order, with its cause."""
     told = look_at_room(client, room, attempt)
     if not told.sides:
-        silent = [rank_name(each.row.rank) for each in told.silent[:_NAMED]]
-        raise RoomNotFound(
-            f"none of {told.asked} ranks at {client.address} knows room {room} attempt {attempt}"
-            + (f"; {len(told.silent)} did not answer: {', '.join(silent)}" if silent else ""),
-            metadata={"room": room, "attempt": attempt},
-        )
+        raise _nobody_knows(told, client.address)
     if as_json:
         return _show_json(told)
     show_table(f"Room {room}, attempt {attempt}", COLUMNS, rows_of(told), "none", FIRST_TO_GO)
@@ -72,6 +78,20 @@ def why(client: SyncClient, room: int, attempt: int, as_json: bool) -> None:
         show_record("Its cause, as the first rank saw it", cause)
         hint = f"{next_step(first.room)} docs/my-room-failed.md has more.".strip()
         click.secho(click.wrap_text(hint, width=columns_here()), fg="cyan")
+
+
+def _nobody_knows(told: Story, registry: str) -> ToldWith:
+    metadata = {"room": told.room, "attempt": told.attempt}
+    if not told.asked:
+        error = RoomNotFound(f"no rank is registered at {registry}, so none can tell of a room", metadata=metadata)
+        return ToldWith(error, NO_RANKS.format(registry=registry))
+    silent = [rank_name(each.row.rank) for each in told.silent[:_NAMED]]
+    error = RoomNotFound(
+        f"none of {told.asked} ranks at {registry} knows room {told.room} attempt {told.attempt}"
+        + (f"; {len(told.silent)} did not answer: {', '.join(silent)}" if silent else ""),
+        metadata=metadata,
+    )
+    return ToldWith(error, NOBODY_KNOWS.format(registry=registry))
 
 
 def next_step(room: transfer_service_pb2.Room) -> str:
