@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import claims
+from benchmarks.harness import chart
 from benchmarks.harness.plan import FULL, QUICK, Plan
 from benchmarks.harness.quiet import run_quietly
 from benchmarks.harness.rounds import Benchmark
@@ -71,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plots:
         print(plots(rows))
     store(rows, options.json)
+    options.json.with_suffix(".svg").write_text(chart.draw(chart.bars_of(rows)))
     return 1 if any(not problem.skipped for problem in problems) else 0
 
 

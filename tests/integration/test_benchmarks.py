@@ -51,6 +51,7 @@ def test_rows_run_beside_their_baselines_and_results_have_the_documented_fields(
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(results.read_text())
     assert [row["name"] for row in rows] == list(ROWS)
+    assert ">control.throughput<" in results.with_suffix(".svg").read_text()
     for row in rows:
         assert set(row) == FIELDS
         assert row["runs"] == 1
