@@ -32,7 +32,7 @@ hostile := tests/contract/hostile
 outages := $(call of_integration,liveness handoff_network events_network events_faults registry_etcd_kills)
 browser := $(call of_integration,view_browser)
 languages := $(call of_integration,client_readmes generated_examples go_client grpcurl index_programs native_index prefetch_clients rust_client typescript)
-demo := $(call of_integration,demo demo_model examples)
+demo := $(call of_integration,demo demo_model demo_services examples)
 tools := $(call of_integration,benchmarks soak)
 # Of integration, where no bound in time is close: the cache, its storage and data planes, pulls, ranks of unequal sizes.
 UNTIMED := prefetch storage engine_cache dataplane pull_faults handoff_unequal sglang_st
@@ -114,6 +114,7 @@ $(CLIENTS): client-%:
 	@$(ALONE) .ci/clients $*
 
 test-all: lint test-clients  ## The same with the long tests.
+	@.ci/setup etcd
 	@$(BIN)/python -m pytest $(SLOWEST) $(or $(ARGS),--ignore=tests/contract)
 	@$(if $(ARGS),,$(MAKE) contract SLOW=yes)
 
@@ -181,12 +182,13 @@ bench-sglang:  ## The rows of hand-offs beside SGLang's own classes, without an 
 	@.ci/setup sglang
 	@.venv-sglang/bin/python -m benchmarks --against sglang $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
-gen:  ## Generated code of all languages, and docs/errors.md, from protos/.
+gen:  ## Generated code of all languages and docs/errors.md from protos/, the settings' page, the benchmarks' chart.
 	@.ci/setup gen
 	@.ci/setup main
 	@.ci/generate .
 	@PYTHONPATH=. $(BIN)/python .ci/settings_page.py docs/settings.md
 	@PYTHONPATH=. $(BIN)/python .ci/sync_client.py kvgrpc/client/sync.py
+	@PYTHONPATH=. $(BIN)/python -m benchmarks.harness.chart
 	@.ci/typescript gen
 	@.ci/go gen
 	@.ci/rust gen

@@ -45,8 +45,10 @@ def demo(
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.split(".")[0] not in ("torch", "kvgrpc"):
             raise
+        if missing.name == "kvgrpc.demo":
+            raise click.ClickException("the demo is no part of the package: type `make demo` in a clone") from missing
         raise click.ClickException(
-            f"the demo's engine needs {missing.name}: pip install 'kvgrpc[demo]' (PyPI's torch is about 5 GB)"
+            f"the demo's engine needs {missing.name}: `make demo` installs it (PyPI's torch is about 5 GB)"
         ) from missing
     options = DemoOptions(data_plane, storage, prompts, as_json, keep_running or view)
     sys.exit(run(options, _page if view else None))

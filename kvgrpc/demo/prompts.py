@@ -31,11 +31,11 @@ def built_in() -> list[Prompt]:
     instructions = "You answer from these notes alone. " + _notes(22)
     document = "Summarise this report. " + _notes(60)
     return [
-        Prompt("a short question", _tokens("Where does the KV cache of this sentence go?")),
-        Prompt("longer than a chunk", _tokens(instructions + "Question: who may reuse a page, and when?")),
-        Prompt("the same instructions", _tokens(instructions + "Question: what does a router need to know?")),
-        Prompt("a few thousand tokens", _tokens(document)),
-        Prompt("its next turn", _tokens(document + "And now in one sentence, please."), after=3),
+        Prompt("a short question", tokens_of("Where does the KV cache of this sentence go?")),
+        Prompt("longer than a chunk", tokens_of(instructions + "Question: who may reuse a page, and when?")),
+        Prompt("the same instructions", tokens_of(instructions + "Question: what does a router need to know?")),
+        Prompt("a few thousand tokens", tokens_of(document)),
+        Prompt("its next turn", tokens_of(document + "And now in one sentence, please."), after=3),
     ]
 
 
@@ -49,7 +49,7 @@ def from_file(path: Path) -> list[Prompt]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        tokens = _tokens(line)
+        tokens = tokens_of(line)
         if len(tokens) > LONGEST_PROMPT:
             raise PromptsInvalid(
                 f"{path}, line {number}: {len(tokens)} tokens (bytes); the demo's pools hold {LONGEST_PROMPT}"
@@ -60,7 +60,8 @@ def from_file(path: Path) -> list[Prompt]:
     return prompts
 
 
-def _tokens(text: str) -> tuple[int, ...]:
+def tokens_of(text: str) -> tuple[int, ...]:
+    """A text as the demo's engines read it."""
     return (BEGIN_TOKEN, *text.encode())
 
 

@@ -96,6 +96,7 @@ THREADS = {
     "demo/processes/child.py": "a demo",
     "demo/processes/live_events.py": "a demo",
     "demo/launch.py": "a demo",
+    "demo/service/questions.py": "a demo; a question that fails fails alone",
     "engines/sglang/clearing.py": "a long clear; the storage counts as empty until a clear comes to its end",
     "engines/vllm/tier.py": "closing the storage; waited for with a deadline",
     "events/live/relay.py": "the relay; its healthy",

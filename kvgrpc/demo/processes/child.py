@@ -14,7 +14,7 @@ GRACE_SECONDS = 5.0
 
 
 class RouterGone(Exception):
-    """The router closed the channel, said Close, or died."""
+    """Nobody asks any more: the router closed the channel, said Close or died, or this process was told to end."""
 
 
 class Router:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvgrpc.dataplane import open_plane
+from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.demo.engine.config import EngineConfig
 from kvgrpc.demo.engine.engine import DemoEngine
 from kvgrpc.demo.engine.tiers import Tiers, config_of
@@ -26,6 +27,8 @@ from kvgrpc.demo.protocol import (
     Reported,
     Resume,
     RoomFailed,
+    ToProcess,
+    ToRouter,
 )
 from kvgrpc.errors import Failure, KvGrpcError
 from kvgrpc.events import KVEventBatch
@@ -38,11 +41,21 @@ CLOSE_SECONDS = 3.0
 POLL_SECONDS = 0.001
 
 
+class Channel(Protocol):
+    """Where an engine's requests come from, and where it says what became of them."""
+
+    def receive(self, seconds: float | None = None) -> ToProcess | None:
+        """The next message; None when none came within ``seconds``. Raises RouterGone."""
+
+    def tell(self, message: ToRouter) -> None:
+        """Sends a message. Raises RouterGone."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRank:
     """An engine and its opened rank; all of it belongs to the thread that opened it."""
 
-    router: Router
+    router: Channel
     engine: DemoEngine
     rank: Rank[Any]
     aux: FreeAuxRows
@@ -89,47 +102,46 @@ def serve(
             message = router.receive()
             if isinstance(message, Open):
                 opened = _open(name, role, config, router, message)
-        _work(opened, scheduler(opened))
+        work(opened, scheduler(opened))
     except RouterGone:
         pass
     finally:
         if opened is not None:
-            opened.rank.close(CLOSE_SECONDS)
-            opened.plane.close(CLOSE_SECONDS)
+            close(opened)
 
 
-def _open(name: str, role: Role, config: EngineConfig, router: Router, wanted: Open) -> EngineRank | None:
-    try:
-        plane = MeasuredPlane(open_plane(wanted.data_plane))
-        engine, aux = DemoEngine(config, plane), FreeAuxRows()
-        rank = open_rank(
-            RankConfig(
-                engine=name,
-                role=role,
-                pools=(engine.memory.pool,),
-                aux=(aux.buffer,),
-                data_plane=plane,
-                check_pages=True,
-                registry=wanted.registry,
-                events=EVENTS,
-                prefetch=config_of(config, engine, wanted) if wanted.storage or wanted.pulls else None,
-                pull=PullConfig() if wanted.pulls else None,
-            )
-        )
-    except KvGrpcError as error:
-        router.tell(Refused(error.reason.name, error.message))
-        return None
-    router.tell(Opened(rank.address, engine.memory.bytes_per_page))
-    tiers = None if rank.prefetch is None else Tiers(engine, rank.prefetch)
-    return EngineRank(router, engine, rank, aux, plane, tiers)
+def open_engine(config: EngineConfig, router: Channel, plane: DataPlane, wanted: Open, **rank: Any) -> EngineRank:
+    """An engine in memory of ``plane``, and its rank with the settings ``rank``. Raises KvGrpcError."""
+    measured = MeasuredPlane(plane)
+    engine, aux = DemoEngine(config, measured), FreeAuxRows()
+    own: dict[str, Any] = {
+        "pools": (engine.memory.pool,),
+        "aux": (aux.buffer,),
+        "data_plane": measured,
+        "check_pages": True,
+        "registry": wanted.registry,
+        "events": EVENTS,
+        "prefetch": config_of(config, engine, wanted) if wanted.storage or wanted.pulls else None,
+        "pull": PullConfig() if wanted.pulls else None,
+    }
+    opened = open_rank(RankConfig(**(own | rank)))
+    tiers = None if opened.prefetch is None else Tiers(engine, opened.prefetch)
+    return EngineRank(router, engine, opened, aux, measured, tiers)
 
 
-def _work(opened: EngineRank, scheduler: DemoScheduler) -> None:
+def close(opened: EngineRank) -> None:
+    """Ends the rank, then what its memory was lent from."""
+    opened.rank.close(CLOSE_SECONDS)
+    opened.plane.close(CLOSE_SECONDS)
+
+
+def work(opened: EngineRank, scheduler: DemoScheduler) -> None:
+    """Does what the router says and computes, until RouterGone."""
     computed = False
     while True:
         message = opened.router.receive(0 if computed else POLL_SECONDS if scheduler.busy else None)
         if isinstance(message, Compute):
-            scheduler.accept(message)
+            _accept(opened, scheduler, message)
         elif isinstance(message, ClearCache):
             opened.engine.cache.clear()
         elif isinstance(message, Report):
@@ -140,3 +152,21 @@ def _work(opened: EngineRank, scheduler: DemoScheduler) -> None:
             opened.router.tell(opened.tiers.resume(message))
         computed = scheduler.step()
         opened.publish_events()
+
+
+def _accept(opened: EngineRank, scheduler: DemoScheduler, request: Compute) -> None:
+    """A request that is refused at once, as one of a room that was there before, fails alone."""
+    try:
+        scheduler.accept(request)
+    except KvGrpcError as error:
+        opened.router.tell(RoomFailed(request.room, error.reason.name, error.message))
+
+
+def _open(name: str, role: Role, config: EngineConfig, router: Router, wanted: Open) -> EngineRank | None:
+    try:
+        opened = open_engine(config, router, open_plane(wanted.data_plane), wanted, engine=name, role=role)
+    except KvGrpcError as error:
+        router.tell(Refused(error.reason.name, error.message))
+        return None
+    router.tell(Opened(opened.rank.address, opened.engine.memory.bytes_per_page))
+    return opened

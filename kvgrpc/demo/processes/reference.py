@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvgrpc.demo.engine.config import PREFILL
 from kvgrpc.demo.engine.engine import DemoEngine
 from kvgrpc.demo.engine.paging import OwnMemory
@@ -21,14 +23,21 @@ def main(router: Router) -> None:
         pass
 
 
-def _answer(engine: DemoEngine, router: Router, request: Compute) -> None:
-    run = engine.admit(request.prompt, request.answer_tokens)
+def answer(engine: DemoEngine, prompt: Sequence[int], answer_tokens: int) -> tuple[list[int], str]:
+    """The tokens after a prompt, and a digest of the prompt's KV cache."""
+    run = engine.admit(prompt, answer_tokens)
     while not run.prompt_computed:
         token = engine.compute_chunk(run)
     digest = engine.memory.digest(run.pages, len(run.prompt))
-    router.tell(AnswerToken(request.room, token))
-    for _ in range(request.answer_tokens - 1):
-        token = engine.compute_token(run, token)
-        router.tell(AnswerToken(request.room, token))
+    tokens = [token]
+    while len(tokens) < answer_tokens:
+        tokens.append(engine.compute_token(run, tokens[-1]))
     engine.release(run)
+    return tokens, digest
+
+
+def _answer(engine: DemoEngine, router: Router, request: Compute) -> None:
+    tokens, digest = answer(engine, request.prompt, request.answer_tokens)
+    for token in tokens:
+        router.tell(AnswerToken(request.room, token))
     router.tell(Finished(request.room, digest))
