@@ -179,6 +179,11 @@ def milliseconds(value: float) -> str:
     return f"{1000 * value:.0f}ms" if value >= 0.01 else f"{1000 * value:.2f}ms"
 
 
+def gigabytes(rate: float) -> str:
+    """GB/s for people, no wider than others: 2.41, 0.03, and <.01 for a small one, which is no standstill."""
+    return "<.01" if 0 < rate < 0.005 else f"{rate:.2f}"
+
+
 def size(nbytes: float) -> str:
     """Bytes for people: 512 B, 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):

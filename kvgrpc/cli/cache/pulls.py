@@ -11,7 +11,7 @@ from kvgrpc.cli.again import show_again, watch_option
 from kvgrpc.cli.connection import calls_a_rank, json_option
 from kvgrpc.cli.fleet.tables import fleet_option, look_at_fleet
 from kvgrpc.cli.names import peer_name, reason_name, value_name
-from kvgrpc.cli.output import seconds, show_json, show_table, size, wide_option
+from kvgrpc.cli.output import gigabytes, seconds, show_json, show_table, size, wide_option
 from kvgrpc.errors import FeatureDisabled
 
 if TYPE_CHECKING:
@@ -70,6 +70,6 @@ def _row(pull: pull_service_pb2.Pull) -> tuple[object, ...]:
         f"{pull.done_pages}/{pull.lent_pages}",
         size(pull.bytes),
         seconds(took) if took >= 1 else f"{took * 1e3:.1f}ms",
-        f"{pull.bytes / took / 1e9:.2f}" if took else "",
+        gigabytes(pull.bytes / took / 1e9) if took else "",
         failed if pull.ended else "runs",
     )

@@ -12,7 +12,7 @@ from kvgrpc.cli.connection import calls_a_rank, json_option
 from kvgrpc.cli.fitting import Name
 from kvgrpc.cli.fleet.tables import fleet_option, look_at_fleet
 from kvgrpc.cli.names import incarnation_name, peer_name, rank_name, reason_name, role_name, seconds_of, value_name
-from kvgrpc.cli.output import milliseconds, seconds, show_json, show_record, show_table, size, wide_option
+from kvgrpc.cli.output import gigabytes, milliseconds, seconds, show_json, show_record, show_table, size, wide_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -149,7 +149,7 @@ def _last_minute(figures: transfer_service_pb2.HandOffFigures) -> Sequence[objec
     if not figures.succeeded:
         return ("", "", "")
     times = (milliseconds(seconds_of(time)) for time in (figures.p50, figures.p99))
-    return (f"{figures.gigabytes_per_second:.2f}", *times)
+    return (gigabytes(figures.gigabytes_per_second), *times)
 
 
 def room_row(room: transfer_service_pb2.Room) -> Sequence[object]:
@@ -178,7 +178,7 @@ def peers_of(room: transfer_service_pb2.Room) -> str:
 
 def stages_of(end: transfer_service_pb2.HandOffEnd) -> Sequence[str]:
     times = (end.bootstrap_time, end.wait_time, end.transfer_time)
-    return (*(milliseconds(seconds_of(time)) for time in times), f"{end.gigabytes_per_second:.2f}")
+    return (*(milliseconds(seconds_of(time)) for time in times), gigabytes(end.gigabytes_per_second))
 
 
 def show_room(room: transfer_service_pb2.Room) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvgrpc.cli.fitting import Name
 from kvgrpc.cli.fleet.tables import layouts_of
 from kvgrpc.cli.names import incarnation_name, reason_name, role_name, row_name, seconds_of
-from kvgrpc.cli.output import size
+from kvgrpc.cli.output import gigabytes, size
 from kvgrpc.cli.rooms.command import pages_done, peers_of, state_name
 from kvgrpc.errors import RoomNotFound
 
@@ -92,7 +92,7 @@ def _steps(side: RoomSide) -> Iterator[tuple[float, RoomSide, str]]:
         there = "decode's pages are given" if role_name(room.role) == "decode" else "the first pages are computed"
         yield known, side, f"knows its peer {peers_of(room)}"
         yield known + side.stages["wait"], side, there
-        speed = f", {room.end.gigabytes_per_second:.2f} GB/s" if room.end.bytes else ""
+        speed = f", {gigabytes(room.end.gigabytes_per_second)} GB/s" if room.end.bytes else ""
         yield side.ended, side, f"SUCCESS: {room.pages} pages, {size(room.end.bytes)}{speed}"
     elif room.HasField("failure"):
         yield side.ended, side, f"FAILED: {reason_name(room.failure)}, {pages_done(room)} pages of {room.pages or '?'}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvgrpc.cli.fleet.tables import unanswered
 from kvgrpc.cli.names import reason_name, role_name, row_name, seconds_of, tier_name, value_name
-from kvgrpc.cli.output import NO_ANSWER, milliseconds, seconds
+from kvgrpc.cli.output import NO_ANSWER, gigabytes, milliseconds, seconds
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient
@@ -26,7 +26,7 @@ _OF_HAND_OFFS = (
 COLUMNS = (*_OF_A_ROW, "health", "lease", *_OF_HAND_OFFS, "tiers", "#hits", "#event lag", "#pulls")
 # Shown although no rank has a value.
 _ALWAYS = 5
-_FORMATS = {"#GB/s": "{:.2f}".format, "#p50": milliseconds, "#p99": milliseconds, "#hits": "{:.0%}".format}
+_FORMATS = {"#GB/s": gigabytes, "#p50": milliseconds, "#p99": milliseconds, "#hits": "{:.0%}".format}
 # Where there is no room these are left out, the first ones first; a rank that is opened says all.
 FIRST_TO_GO = (
     *("server", "role", "#p50", "#sessions", "lease", "#pulls", "#hits", "#event lag", "tiers", "#not open", "#held"),

@@ -8,7 +8,7 @@ import threading
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 import msgspec
@@ -65,6 +65,8 @@ def ask(address: str, asked: GenerateRequest) -> GenerateAnswer:
             return answer.decode(response.read())
     except HTTPError as error:
         why = _failure(error.read())
+    except URLError as error:
+        why = str(error.reason)
     except (OSError, msgspec.DecodeError) as error:
         why = str(error)
     return GenerateAnswer(asked.room, failure=f"{address}: {why}")

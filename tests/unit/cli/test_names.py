@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvgrpc.cli import names
 from kvgrpc.cli.cache import prefetch
 from kvgrpc.cli.events import index
 from kvgrpc.cli.events.index import STATES
+from kvgrpc.cli.output import gigabytes
 from kvgrpc.cli.rooms import command as rooms
 from kvgrpc.v1 import common_pb2, index_service_pb2, prefetch_service_pb2, transfer_service_pb2
 
@@ -62,3 +65,10 @@ def test_a_rank_is_short_without_what_all_ranks_of_its_engine_share() -> None:
     assert names.short_rank("P/dp0/pp0/cp0/tp3 +2", layout) == "P/tp3 +2"
     assert names.short_rank("P/dp0/pp0/cp0/tp0", common_pb2.Layout(dp=1, pp=1, cp=1, tp=1)) == "P"
     assert names.short_rank("P/tp3", layout) == "P/tp3"
+
+
+@pytest.mark.parametrize(
+    ("rate", "shown"), [(12.346, "12.35"), (0.03, "0.03"), (0.006, "0.01"), (0.001_23, "<.01"), (0.0, "0.00")]
+)
+def test_a_small_rate_is_no_standstill(rate: float, shown: str) -> None:
+    assert gigabytes(rate) == shown
