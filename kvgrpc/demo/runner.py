@@ -99,8 +99,9 @@ def run(options: DemoOptions, page: Page | None = None) -> int:
             shown = True
             if options.keep_running:
                 view.last(result)
-                view.servers(result)
-                _stay(processes)
+                with suppress(KeyboardInterrupt):  # from the first hint on: nothing is interrupted any more
+                    view.servers(result)
+                    _stay(processes)
     except (DemoFailed, PromptsInvalid, KvGrpcError) as error:
         result.problem = str(error)
         if shown and options.as_json:
@@ -340,10 +341,9 @@ def _prefetched(client: SyncClient, pages: prefetch_service_pb2.PromptPages) -> 
 
 
 def _stay(processes: Processes) -> None:
-    """Until Ctrl-C or SIGTERM, or until a process ends by itself."""
-    with suppress(KeyboardInterrupt):
-        while True:
-            processes.receive(time.monotonic() + 3600.0)
+    """Until Ctrl-C or SIGTERM, which are raised, or until a process ends by itself."""
+    while True:
+        processes.receive(time.monotonic() + 3600.0)
 
 
 def _rooms(count: int) -> list[int]:
