@@ -14,22 +14,28 @@ from typing import Any
 
 import grpc
 
+Options = tuple[tuple[str, int | str], ...]
 METHOD, QUESTION = "/benchmarks.Floor/Stream", "/benchmarks.Floor/Question"
 DEADLINE = 60.0
 FRAME = bytes(100)
+HEARTBEAT = b""
 ANSWER = bytes(300)
 
 
 class StreamEnd:
     """One end, driven by one engine thread. ``wait`` looks each ``pause`` seconds, as an engine does.
 
-    ``take`` gets each frame, on the loop thread. ``loop`` runs already; None: one of its own.
+    ``take`` gets each frame, on the loop thread. ``loop`` runs already; None: one of its own. ``options``: of gRPC.
     """
 
     def __init__(
-        self, take: Callable[[bytes], None] = lambda frame: None, loop: asyncio.AbstractEventLoop | None = None
+        self,
+        take: Callable[[bytes], None] = lambda frame: None,
+        loop: asyncio.AbstractEventLoop | None = None,
+        options: Options = (),
     ) -> None:
         self._take = take
+        self._options = options
         self.loop = self._loop = loop or asyncio.new_event_loop()
         self._call: Any = None
         self._server: Any = None
@@ -55,18 +61,22 @@ class StreamEnd:
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(DEADLINE)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def write_each(self, seconds: float) -> None:
-        """From now on a frame each so many seconds, whatever comes."""
+    def beat_each(self, seconds: float) -> None:
+        """From now on a heartbeat each so many seconds, whatever comes."""
 
-        async def write() -> None:
+        async def beat() -> None:
             while True:
                 await asyncio.sleep(seconds)
-                await self.send(FRAME)
+                await self.send(HEARTBEAT)
 
-        self.on_loop(lambda: self.start(write()))
+        self.on_loop(lambda: self.start(beat()))
 
     def write(self) -> None:
         self.on_loop(lambda: self.start(self.send(FRAME)))
+
+    def beat(self) -> None:
+        """As ``write``, and the other end does not count it."""
+        self.on_loop(lambda: self.start(self.send(HEARTBEAT)))
 
     def on_loop(self, action: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(action)
@@ -95,7 +105,7 @@ class StreamEnd:
         return self._heard
 
     async def _serve(self, port: int) -> int:
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=self._options)
         handler: Any = grpc.stream_stream_rpc_method_handler(self._read)
         answerer: Any = grpc.unary_unary_rpc_method_handler(_answer)
         service, method = METHOD[1:].split("/")
@@ -115,7 +125,7 @@ class StreamEnd:
 
     def _channel(self, port: int) -> grpc.aio.Channel:
         """On a connection of its own, as a session is."""
-        options = (("grpc.use_local_subchannel_pool", 1),)
+        options = (*self._options, ("grpc.use_local_subchannel_pool", 1))
         self._channels.append(grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options))
         return self._channels[-1]
 
@@ -128,8 +138,9 @@ class StreamEnd:
     async def _read(self, _: Any, call: Any) -> None:
         self._call = call
         while (frame := await call.read()) is not grpc.aio.EOF:
-            self._heard += 1
-            self._take(frame)
+            if frame != HEARTBEAT:
+                self._heard += 1
+                self._take(frame)
 
 
 async def _answer(question: bytes, context: Any) -> bytes:

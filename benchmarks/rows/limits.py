@@ -23,23 +23,27 @@ from benchmarks.harness.table import Metric
 from benchmarks.harness.worker import Desk, Worker
 from benchmarks.rows.control import BURST, PAUSE, InitCost, Throughput, many_rooms, percentile
 from benchmarks.rows.handoff import CONTROL_PAUSE, ENGINE_STEP, PAGE_PAUSE, SEED, FirstContact, Latency
+from benchmarks.rows.many_pairs import ManyPairs, lone_rooms_of_each, shape_of_many
 from benchmarks.rows.rooms import WORK, Between, cpu_used, settle
 from benchmarks.sides.base import Setting
 from benchmarks.sides.memory import Shape
+from kvgrpc.rpc.options import CHANNEL_OPTIONS, LARGEST_REQUEST_BYTES, Options, Pings, server_options, with_pings
+from kvgrpc.transfer.protocol.types import Timing
 
 ROOMS, CONTROL, PAGE = "limit.throughput", "limit.control_latency", "limit.latency"
 WAKE = "limit.init_cost"
 CONTACT, BUSY, TORCH = "limit.first_contact", "limit.busy_engine", "limit.torch_engine"
-IDLE = "limit.idle.pairs"
-END, ENGINE, MEMORY, ANSWERED = "end", "engine", "memory", "answered"
-# As sessions do, both ways (docs/session/opening.md).
-HEARTBEAT_SECONDS = 0.3
+IDLE, PAIRS = "limit.idle.pairs", "limit.pairs"
+END, ENDS, ENGINE, MEMORY, ANSWERED = "end", "ends", "engine", "memory", "answered"
+# As sessions without rooms do, both ways (docs/session/opening.md).
+QUIET_SECONDS = 0.9
 
 
 def benchmarks(plan: Plan) -> list[Benchmark]:
     pages = min(plan.sequential_rooms, 64)
     shape = Shape(plan.regions, pages, plan.page_bytes, aux_items=pages)
     still, moving = Setting("seed", "null", shape), Setting("seed", "mooncake", shape)
+    of_many = Setting("seed", "null", shape_of_many(plan))
     missing = "" if mooncake_is_here() else "mooncake.engine cannot be imported"
 
     def row(name: str, part: Callable[[], Contender], whole: Callable[[], Contender], missing: str = "") -> Benchmark:
@@ -71,10 +75,14 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
         ),
         *(
             Benchmark(
-                (Metric(f"{IDLE}.{pairs}", "ms/s", "lower", "the same streams, silent"),),
-                partial(IdleStreams, plan, pairs, HEARTBEAT_SECONDS),
+                (Metric(f"{IDLE}.{pairs}", "ms/s", "lower", "the same streams, pings alone"),),
+                partial(IdleStreams, plan, pairs, QUIET_SECONDS),
                 partial(IdleStreams, plan, pairs, 0.0),
             )
+            for pairs in plan.pairs
+        ),
+        *(
+            row(f"{PAIRS}.{pairs}", partial(LoneFrames, plan, pairs), partial(LoneRooms, of_many, plan, pairs))
             for pairs in plan.pairs
         ),
         stream(CONTROL, plan.control_rooms, CONTROL_PAUSE, Between.NAP),
@@ -137,26 +145,65 @@ class BareStream:
         self._far.close()
 
 
-class IdleStreams:
-    """So many bare streams with a frame each way each 300 ms, or silent; CPU of the process that dialled them."""
+class ManyStreams:
+    """Bare streams of one process to many, with the pings and heartbeats that idle sessions have."""
+
+    def __init__(self, pairs: int, each: float = QUIET_SECONDS) -> None:
+        """``each``: a frame each way each so many seconds; 0: none."""
+        self._family = Family("streams-far", "benchmarks.baselines.stream")
+        self._near = Worker("streams-near")
+        try:
+            self._far = [self._family.fork() for _ in range(pairs)]
+            serving = [far.begin(_serve, session_options()[1]) for far in self._far]
+            self._near.call(_connect_all, [port.result() for port in serving], each)
+            for far in self._far:
+                far.call(_begin_beats, each)
+        except BaseException:
+            self.close()
+            raise
+
+    def peak_rss(self) -> int:
+        return self._near.peak_rss() + sum(far.peak_rss() for far in self._far)
+
+    def close(self) -> None:
+        self._near.close()
+        self._family.close()
+
+
+class IdleStreams(ManyStreams):
+    """CPU of the process that dialled them, where nothing is said but heartbeats, or nothing at all."""
 
     def __init__(self, plan: Plan, pairs: int, each: float) -> None:
         self._name, self._seconds = f"{IDLE}.{pairs}", plan.idle_seconds
-        self._near, self._far = Worker("streams-near"), Worker("streams-far")
-        self._near.call(_connect_all, self._far.call(_serve_all, pairs), each)
-        self._far.call(_begin_beats, each)
+        super().__init__(pairs, each)
 
     def turn(self) -> Figures:
         before = self._near.call(cpu_used)
         time.sleep(self._seconds)
         return {self._name: (self._near.call(cpu_used) - before) / self._seconds * 1e3}
 
-    def peak_rss(self) -> int:
-        return self._near.peak_rss() + self._far.peak_rss()
 
-    def close(self) -> None:
-        self._near.close()
-        self._far.close()
+class LoneFrames(ManyStreams):
+    """A frame each way over one stream after the other, some times each, between the engine threads of its ends."""
+
+    def __init__(self, plan: Plan, pairs: int) -> None:
+        self._name, self._of_each = f"{PAIRS}.{pairs}", lone_rooms_of_each(pairs)
+        super().__init__(pairs)
+
+    def turn(self) -> Figures:
+        took, work = [], (self._of_each, CONTROL_PAUSE, Between.NAP)
+        for index, far in enumerate(self._far):
+            answering = far.begin(_answer, *work)
+            took += self._near.call(_ask, *work, index)
+            answering.result()
+        return {self._name: percentile(took, 50) * 1e3}
+
+
+class LoneRooms(ManyPairs):
+    """The lone rooms of ``handoff.pairs`` alone."""
+
+    def turn(self) -> Figures:
+        return {f"{PAIRS}.{self.pairs}": percentile(self.lone_rooms(), 50) * 1e3}
 
 
 class BarePages:
@@ -222,44 +269,45 @@ def _time_wakes(desk: Desk, number: int) -> list[float]:
     return took
 
 
-def _serve(desk: Desk) -> int:
-    end = desk.items[END] = StreamEnd()
+def session_options() -> tuple[Options, Options]:
+    """Of the channels that sessions are dialled on, and of the servers that take them."""
+    timing = Timing()
+    pings = Pings(timing.milliseconds(timing.ping_interval), timing.milliseconds(timing.ping_timeout))
+    return with_pings(CHANNEL_OPTIONS, pings), server_options(LARGEST_REQUEST_BYTES, pings)
+
+
+def _serve(desk: Desk, options: Options = ()) -> int:
+    ends = desk.items[ENDS] = [StreamEnd(options=options)]
     settle()
-    return end.serve()
+    return ends[0].serve()
 
 
 def _connect(desk: Desk, port: int) -> None:
-    end = desk.items[END] = StreamEnd()
+    ends = desk.items[ENDS] = [StreamEnd()]
     settle()
-    end.connect(port)
-
-
-def _serve_all(desk: Desk, count: int) -> list[int]:
-    """Of streams that share one loop, as those of a rank do."""
-    ends = desk.items[END] = [StreamEnd()]
-    ends += [StreamEnd(loop=ends[0].loop) for _ in range(count - 1)]
-    settle()
-    return [end.serve() for end in ends]
+    ends[0].connect(port)
 
 
 def _connect_all(desk: Desk, ports: Sequence[int], each: float) -> None:
-    ends = desk.items[END] = [StreamEnd()]
-    ends += [StreamEnd(loop=ends[0].loop) for _ in ports[1:]]
+    """Streams that share one loop, as those of a rank do."""
+    options = session_options()[0]
+    ends = desk.items[ENDS] = [StreamEnd(options=options)]
+    ends += [StreamEnd(loop=ends[0].loop, options=options) for _ in ports[1:]]
     settle()
     for end, port in zip(ends, ports, strict=True):
         end.connect(port)
-        end.write()  # so that the other end knows its call
+        end.beat()  # so that the other end knows its call
     _begin_beats(desk, each)
 
 
 def _begin_beats(desk: Desk, each: float) -> None:
-    for end in desk.items[END]:
+    for end in desk.items[ENDS]:
         if each:
-            end.write_each(each)
+            end.beat_each(each)
 
 
-def _ask(desk: Desk, number: int, pause: float, between: Between) -> list[float]:
-    end: StreamEnd = desk.items[END]
+def _ask(desk: Desk, number: int, pause: float, between: Between, index: int = 0) -> list[float]:
+    end: StreamEnd = desk.items[ENDS][index]
     took = []
     for heard in range(end.heard + 1, end.heard + 1 + number):
         begin = time.perf_counter()
@@ -270,7 +318,7 @@ def _ask(desk: Desk, number: int, pause: float, between: Between) -> list[float]
 
 
 def _answer(desk: Desk, number: int, pause: float, between: Between) -> None:
-    end: StreamEnd = desk.items[END]
+    end: StreamEnd = desk.items[ENDS][0]
     # Not what it heard until now: the first frame of the turn may be there already.
     answered: int = desk.items.get(ANSWERED, 0)
     for heard in range(answered + 1, answered + 1 + number):

@@ -30,7 +30,7 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
 
 
 def _benchmark(plan: Plan, pairs: int) -> Benchmark:
-    setting = Setting("kvgrpc", "null", Shape(2, 1024, 4096, aux_items=plan.pair_rooms))
+    setting = Setting("kvgrpc", "null", shape_of_many(plan))
     baseline = named(plan, SEED)
     name, idle = f"{PAIRS}.{pairs}", f"{IDLE}.{pairs}"
     return Benchmark(
@@ -46,12 +46,20 @@ def _benchmark(plan: Plan, pairs: int) -> Benchmark:
     )
 
 
+def shape_of_many(plan: Plan) -> Shape:
+    return Shape(2, 1024, 4096, aux_items=plan.pair_rooms)
+
+
+def lone_rooms_of_each(pairs: int) -> int:
+    return max(2, LONE_ROOMS // pairs)
+
+
 class ManyPairs:
     """A turn: a lone room of each prefill after the other, some rooms of all at once, and a while without any."""
 
     def __init__(self, setting: Setting, plan: Plan, pairs: int) -> None:
         self._shape = setting.shape
-        self._plan, self._pairs = plan, pairs
+        self._plan, self.pairs = plan, pairs
         self._next_room = 1
         self._family = Family(f"{setting.protocol}-prefill", rooms.MODULES[setting.protocol])
         self._decode = Worker(f"{setting.protocol}-decode")
@@ -67,9 +75,9 @@ class ManyPairs:
             raise
 
     def turn(self) -> Figures:
-        name, idle = f"{PAIRS}.{self._pairs}", f"{IDLE}.{self._pairs}"
-        took = self._lone_rooms(max(2, LONE_ROOMS // self._pairs))
-        at_once = self._rooms_at_once(self._plan.pair_rooms // self._pairs)
+        name, idle = f"{PAIRS}.{self.pairs}", f"{IDLE}.{self.pairs}"
+        took = self.lone_rooms()
+        at_once = self._rooms_at_once(self._plan.pair_rooms // self.pairs)
         decode, prefill = self._idle(self._plan.idle_seconds)
         return {
             name: percentile(took, 50) * 1e3,
@@ -86,8 +94,10 @@ class ManyPairs:
         self._decode.close()
         self._family.close()
 
-    def _lone_rooms(self, of_each: int) -> list[float]:
-        took = []
+    def lone_rooms(self) -> list[float]:
+        """Seconds of each."""
+        took: list[float] = []
+        of_each = lone_rooms_of_each(self.pairs)
         for prefill, bootstrap in zip(self._prefills, self._bootstraps, strict=True):
             orders = self._orders(of_each, CONTROL_PAUSE)
             prefill.call(rooms.prepare_prefill, orders, None)
@@ -106,11 +116,11 @@ class ManyPairs:
             prefill.call(rooms.prepare_prefill, orders, None)
         self._decode.call(make_receivers_of_all, all_orders, self._bootstraps)
         sending = [prefill.begin(rooms.send_rooms, orders) for prefill, orders in sides]
-        together = dataclasses.replace(all_orders[0], rooms=of_each * self._pairs)
+        together = dataclasses.replace(all_orders[0], rooms=of_each * self.pairs)
         took = self._decode.call(rooms.receive_together, together)
         for each in sending:
             each.result()
-        return of_each * self._pairs / took
+        return of_each * self.pairs / took
 
     def _idle(self, seconds: float) -> tuple[float, float]:
         """Seconds of CPU a second, of decode and of one prefill."""

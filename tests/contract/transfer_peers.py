@@ -34,6 +34,7 @@ from tests.support.waiting import wait_until
 
 SECONDS = 15.0
 METHOD = "/kvgrpc.v1.TransferService/Session"
+ANNOUNCE = pb.WANT_ANNOUNCE
 WRITE, STOP, FORGET = pb.WANT_WRITE, pb.WANT_STOP, pb.WANT_FORGET
 BOOTSTRAPPING, FAILED, SUCCESS = pb.ROOM_STATE_BOOTSTRAPPING, pb.ROOM_STATE_FAILED, pb.ROOM_STATE_SUCCESS
 OPEN, STOPPED, SETTLED = pb.WRITES_OPEN, pb.WRITES_STOPPED, pb.WRITES_SETTLED
@@ -326,6 +327,13 @@ def receiver_of(host: RankHost, bootstrap: str, room: int, **more: Any) -> Any:
 
 def core_of(host: RankHost) -> Any:
     return host.rank.transfer.core
+
+
+def session_with(host: RankHost, peer: RankHost) -> Any:
+    """The host's end of its session with the peer; None: there is none."""
+    sessions = cast(Any, host.rank.transfer)._sessions.items()
+    found = (session for known, session in sessions if getattr(known, "pair", known).ref == peer.rank.ref)
+    return next(found, None)
 
 
 def session_tasks(host: RankHost) -> int:

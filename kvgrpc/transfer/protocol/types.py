@@ -233,7 +233,7 @@ class Timing:
     tick_seconds: Annotated[float, bounded(least=0.001, most=10.0, unit="seconds")] = 0.1
     """Length of a tick, in seconds. All others are whole numbers of ticks."""
     heartbeat: Count = 3
-    """Something is said at least this often."""
+    """Something is said at least this often while a room of the pair is open; a third as often while none is."""
     ping_interval: Count = 10
     """After so long without a byte gRPC pings a connection: its C++ threads do, on either side, also while the
     interpreter is held, and once a second at most."""
@@ -269,6 +269,12 @@ class Timing:
     def silence(self) -> int:
         """The longest time that a peer may be silent: never longer than a room may take."""
         return min(self.idle_timeout, self.room_deadline)
+
+    @property
+    def quiet_heartbeat(self) -> int:
+        """How often something is said where no room is open: before gRPC pings, and thrice, at least, before silence
+        is shown or ends a pair."""
+        return max(self.heartbeat, min(3 * self.heartbeat, self.ping_interval - 1, self.idle_timeout // 3))
 
     @property
     def silent_after(self) -> int:

@@ -21,7 +21,7 @@ from kvgrpc.transfer.layout.plan import check_destination, check_each_pool, chec
 from kvgrpc.transfer.layout.pools import CopiedPages, destination_of
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeRoom, Stream
 from kvgrpc.transfer.protocol.page_check import WrittenPages
-from kvgrpc.transfer.protocol.types import DecodeEntry
+from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT, DecodeEntry
 from kvgrpc.transfer.runtime.boundary import EngineHandle, RoomRequest
 from kvgrpc.transfer.runtime.checksums import PeerPages
 from kvgrpc.transfer.runtime.dead_peers import DeadPeers
@@ -99,7 +99,9 @@ class DecodeManager(TransferManager[DecodeRoom]):
         return self._routes.stands(request)
 
     def open(self, handle: EngineHandle, request: RoomRequest) -> None:
-        self.post(DecodeManager._take_room, handle, request)
+        """Where its sessions stand, as its handle says, the pages that come next tell prefill of it, or a tick does."""
+        post = self.post_later if handle.poll is POLL_WAITING_FOR_INPUT else self.post
+        post(DecodeManager._take_room, handle, request)
 
     def write(self, handle: EngineHandle, pages: CopiedPages, first_page: int, aux_index: int | None) -> None:
         self.post(DecodeManager._take_destination, handle, pages, first_page, aux_index)
@@ -138,6 +140,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
 
     async def drain(self, grace: float) -> tuple[bool, int]:
         """Refuses new rooms, waits for open ones, then stops them; (nothing is left, open rooms)."""
+        self._take_all()
         self.draining = True
         await self.until(lambda: self.open_rooms() == 0, grace)
         self._fail_all(self.core.rooms)
@@ -304,7 +307,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         self._data_addresses[stream.pair.ref] = welcome.data_plane_address
         self._refusals.welcomed(stream.pair.ref, session.resolved)
         session.max_frame_bytes = min(self.config.max_frame_bytes, welcome.max_frame_bytes or 2**63)
-        session.heartbeat, idle_timeout = self._pace_of(welcome)
+        session.heartbeat, session.quiet_heartbeat, idle_timeout = self._pace_of(welcome)
         self._agree_on_checksums(stream.pair, welcome)
         self.core.on_welcome(stream, idle_timeout)
         session.writer = self._start(self._write(session, stream), f"session-write {stream.pair.ref}")
@@ -348,17 +351,18 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 return failure
         return None
 
-    def _pace_of(self, welcome: pb.Welcome) -> tuple[int, int]:
-        """Ticks between our heartbeats, and after how many without a word the peer is given up: as it asks, within
-        reason, and never sooner than after our own idle timeout."""
+    def _pace_of(self, welcome: pb.Welcome) -> tuple[int, int, int]:
+        """Ticks between our heartbeats, with rooms and without, and after how many without a word the peer is given up:
+        as it asks, within reason, and never sooner than after our own idle timeout."""
         timing = self.config.timing
-        heartbeat, idle_timeout = timing.heartbeat, timing.idle_timeout
+        heartbeat, quiet, idle_timeout = timing.heartbeat, timing.quiet_heartbeat, timing.idle_timeout
         if welcome.HasField("heartbeat"):
-            heartbeat = min(heartbeat, timing.ticks(max(1, welcome.heartbeat.ToMilliseconds())))
+            asked = timing.ticks(max(1, welcome.heartbeat.ToMilliseconds()))
+            heartbeat, quiet = min(heartbeat, asked), min(quiet, asked)
         if welcome.HasField("idle_timeout"):
             asked = min(welcome.idle_timeout.ToMilliseconds(), LONGEST_IDLE_TIMEOUT_MS)
             idle_timeout = max(idle_timeout, timing.ticks(asked))
-        return heartbeat, idle_timeout
+        return heartbeat, quiet, idle_timeout
 
     async def _write(self, session: _Session, stream: Stream) -> None:
         core, call = self.core, session.call
@@ -434,8 +438,8 @@ class DecodeManager(TransferManager[DecodeRoom]):
         self.core.tick()
         if len(self._data_addresses) > len(self.core.pairs):
             self._forget_addresses()
-        for session in self._sessions.values():
-            if self.core.now % session.heartbeat == 0:
+        for stream, session in self._sessions.items():
+            if self.core.now % (session.heartbeat if stream.pair.rooms else session.quiet_heartbeat) == 0:
                 session.beat()
 
     def _pump(self) -> None:
@@ -499,7 +503,16 @@ class DecodeManager(TransferManager[DecodeRoom]):
 class _Session(SessionWriter):
     """One dialled stream."""
 
-    __slots__ = ("call", "channel", "heartbeat", "is_taken", "max_frame_bytes", "resolved", "writer")
+    __slots__ = (
+        "call",
+        "channel",
+        "heartbeat",
+        "is_taken",
+        "max_frame_bytes",
+        "quiet_heartbeat",
+        "resolved",
+        "writer",
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -509,7 +522,7 @@ class _Session(SessionWriter):
         self.is_taken = False
         self.writer: asyncio.Task[None] | None = None
         self.max_frame_bytes = 0
-        self.heartbeat = 1
+        self.heartbeat = self.quiet_heartbeat = 1
 
     @property
     def is_connected(self) -> bool:

@@ -212,14 +212,25 @@ class TransferManager(RoomTables[Record]):
         """
         self._commands.append((action, *arguments))
         if not self._waking:
-            self._waking = True
-            self._lending.work_was_given()
-            try:
-                self._waker.wake()
-                if self.closed:  # nobody may hear the waker any more
-                    self._loop.call_soon_threadsafe(self._run)
-            except RuntimeError:  # the loop has ended with its process
-                self.closed = True
+            self._wake()
+
+    def post_later(self, action: Callable[..., None], *arguments: Any) -> None:
+        """As ``post``, for what nobody waits for: the loop takes it with the next call that wakes it, at the latest
+        with the next tick. A wake is an interrupt to another core, and its thread wants the interpreter at once.
+        """
+        self._commands.append((action, *arguments))
+        if not self._waking and (self.closed or len(self._commands) >= _COMMANDS_AT_ONCE):
+            self._wake()
+
+    def _wake(self) -> None:
+        self._waking = True
+        self._lending.work_was_given()
+        try:
+            self._waker.wake()
+            if self.closed:  # nobody may hear the waker any more
+                self._loop.call_soon_threadsafe(self._run)
+        except RuntimeError:  # the loop has ended with its process
+            self.closed = True
 
     def fail(self, handle: EngineHandle, failure: Failure) -> None:
         """The engine ends a room; appended for the loop thread."""
@@ -370,6 +381,11 @@ class TransferManager(RoomTables[Record]):
                 self._waking = True
                 self._loop.call_soon(self._run)
 
+    def _take_all(self) -> None:
+        """What engines asked for until now."""
+        for _ in range(0, len(self._commands), _COMMANDS_AT_ONCE):
+            self._run()
+
     def _fail_room_of(self, command: tuple[Any, ...], failure: Failure) -> None:
         """It is an engine's call, which failed: its room would wait for its deadline. Next, before what the engine said
         later of that room."""
@@ -392,6 +408,8 @@ class TransferManager(RoomTables[Record]):
             await asyncio.sleep(period)
             try:
                 self._hand_offs.sort_in()
+                if self._commands:
+                    self._run()
                 self._tick()
                 self._pump()
                 self._look_at_conditions()

@@ -374,7 +374,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         if session.verify:
             welcome.verify = True
             welcome.pools.extend(pool_to_pb(pool.without_addresses()) for pool in self.config.pools)
-        welcome.heartbeat.FromMilliseconds(timing.milliseconds(timing.heartbeat))
+        welcome.heartbeat.FromMilliseconds(timing.milliseconds(timing.quiet_heartbeat))
         welcome.idle_timeout.FromMilliseconds(timing.milliseconds(timing.idle_timeout))
         return pb.SessionResponse(welcome=welcome)
 
@@ -459,8 +459,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
     def _tick(self) -> None:
         self.core.tick()
         self._watch_worker()
-        if self.core.now % self.config.timing.heartbeat == 0:
-            for session in self._sessions.values():
+        now, timing = self.core.now, self.config.timing
+        for pair, session in self._sessions.items():
+            if now % (timing.heartbeat if pair.open_rooms else timing.quiet_heartbeat) == 0:
                 session.beat()
 
     def _work_waits(self) -> bool:

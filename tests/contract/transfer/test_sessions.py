@@ -19,10 +19,12 @@ from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.types import Bounds, RoomKey, Timing
 from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
+from kvgrpc.transfer.runtime.session_writer import SessionWriter
 from kvgrpc.v1 import common_pb2, error_reason_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.wire import layout_to_pb, pool_to_pb, rank_ref_to_pb
 from tests.contract.transfer_peers import (
+    ANNOUNCE,
     FAILED,
     FORGET,
     OPEN,
@@ -37,6 +39,7 @@ from tests.contract.transfer_peers import (
     named,
     receiver_of,
     sender_of,
+    session_with,
 )
 from tests.support.faults.dataplane import Fault
 from tests.support.rank_host import AUX_BYTES, LAYERS, PAGES, RankHost
@@ -67,6 +70,25 @@ class Unread:
         self._left -= 1
         if self._left < 0:
             await asyncio.Event().wait()
+
+
+def ticks_between_heartbeats(
+    pairs: list[tuple[RankHost, RankHost]], monkeypatch: pytest.MonkeyPatch
+) -> list[list[int]]:
+    """Of those that are due from the first of each pair to the second, from now on."""
+    apart: list[list[int]] = [[] for _ in pairs]
+    before = [0 for _ in pairs]
+    beat = SessionWriter.beat
+
+    def note(session: SessionWriter) -> None:
+        for index, (host, peer) in enumerate(pairs):
+            if session is session_with(host, peer):
+                apart[index].append(core_of(host).now - before[index])
+                before[index] = core_of(host).now
+        beat(session)
+
+    monkeypatch.setattr(SessionWriter, "beat", note)
+    return apart
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
@@ -100,7 +122,7 @@ class TestHello:
         welcome = client.kept[0].welcome
         assert welcome.rank == rank_ref_to_pb(prefill.rank.ref)
         assert welcome.max_frame_bytes == 4 << 20
-        assert (welcome.heartbeat.ToMilliseconds(), welcome.idle_timeout.ToMilliseconds()) == (300, 60_000)
+        assert (welcome.heartbeat.ToMilliseconds(), welcome.idle_timeout.ToMilliseconds()) == (900, 60_000)
         assert welcome.data_plane_address == prefill.rank.plane.address()
 
     def test_the_data_plane_contacts_nobody_to_whom_welcome_could_not_be_said(
@@ -252,7 +274,7 @@ class TestStreams:
         assert late.refused(stream=5).metadata["field"] == "stream"
 
     def test_heartbeats_come_within_300_ms(self, prefill: RankHost, dial: Dial) -> None:
-        client = dial(prefill).open()
+        client = dial(prefill).open().want(next(ROOMS), ANNOUNCE)
         heard = [time.monotonic()]
         for _ in range(6):
             assert client.read() == pb.SessionResponse()
@@ -276,6 +298,15 @@ class TestStreams:
         wait_until(lambda: len(heard) >= 7)
         assert np.median(np.diff(heard)) < 0.6
         receiver.abort()
+
+    def test_both_sides_speak_a_third_as_often_while_no_room_of_the_pair_is_open(
+        self, prefill: RankHost, decode: RankHost, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        apart = ticks_between_heartbeats([(prefill, decode), (decode, prefill)], monkeypatch)
+        receiver = receiver_of(decode, f"{prefill.rank.address}/P", next(ROOMS))
+        wait_until(lambda: [ticks[-1:] for ticks in apart] == [[3], [3]])
+        receiver.abort()
+        wait_until(lambda: [ticks[-1:] for ticks in apart] == [[9], [9]])
 
     def test_silence_for_the_patience_loses_the_pair(self, hasty: RankHost, dial: Dial) -> None:
         client = dial(hasty).open()
