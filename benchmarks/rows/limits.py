@@ -27,7 +27,15 @@ from benchmarks.rows.many_pairs import ManyPairs, lone_rooms_of_each, shape_of_m
 from benchmarks.rows.rooms import WORK, Between, cpu_used, settle
 from benchmarks.sides.base import Setting
 from benchmarks.sides.memory import Shape
-from kvgrpc.rpc.options import CHANNEL_OPTIONS, LARGEST_REQUEST_BYTES, Options, Pings, server_options, with_pings
+from kvgrpc.rpc.options import (
+    CHANNEL_OPTIONS,
+    LARGEST_REQUEST_BYTES,
+    SESSION,
+    Options,
+    Pings,
+    server_options,
+    with_pings,
+)
 from kvgrpc.transfer.protocol.types import Timing
 
 ROOMS, CONTROL, PAGE = "limit.throughput", "limit.control_latency", "limit.latency"
@@ -273,7 +281,7 @@ def session_options() -> tuple[Options, Options]:
     """Of the channels that sessions are dialled on, and of the servers that take them."""
     timing = Timing()
     pings = Pings(timing.milliseconds(timing.ping_interval), timing.milliseconds(timing.ping_timeout))
-    return with_pings(CHANNEL_OPTIONS, pings), server_options(LARGEST_REQUEST_BYTES, pings)
+    return (*with_pings(CHANNEL_OPTIONS, pings), *SESSION), server_options(LARGEST_REQUEST_BYTES, pings)
 
 
 def _serve(desk: Desk, options: Options = ()) -> int:

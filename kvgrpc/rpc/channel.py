@@ -11,7 +11,16 @@ import grpc
 from kvgrpc import forks
 from kvgrpc.net import check_target, is_unix, split
 from kvgrpc.rpc.loop import background
-from kvgrpc.rpc.options import CHANNEL_OPTIONS, NAMED_LOCALHOST, OWN_CONNECTION, Pings, server_name, with_pings
+from kvgrpc.rpc.options import (
+    CHANNEL_OPTIONS,
+    NAMED_LOCALHOST,
+    OWN_CONNECTION,
+    SELDOM,
+    SESSION,
+    Pings,
+    server_name,
+    with_pings,
+)
 from kvgrpc.rpc.security import AUTHORIZATION, ClientSecurity
 
 # Streams last as long as their readers want; the library asks for some bound.
@@ -24,21 +33,22 @@ def open_channel(
     *,
     own_connection: bool = False,
     pings: Pings | None = None,
+    seldom: bool = False,
 ) -> grpc.aio.Channel:
     """A channel to "host:port" or "unix:/path", for the running event loop; connects when it is first used.
 
-    ``own_connection``: a TCP connection that no other channel shares. ``pings``: quicker ones than usual, of a server
-    that bears them. Raises AddressNotAllowed for a token that would
-    travel in plaintext, InvalidRequest for what is no address, half a configuration and a file that cannot be used,
-    RuntimeError outside an event loop.
+    ``own_connection``: a TCP connection that no other channel shares. ``pings``: of a session, quicker ones than usual.
+    ``seldom``: it hangs up some seconds after a call, and the next one connects again. Raises AddressNotAllowed for a
+    token that would travel in plaintext, InvalidRequest for what is no address, half a configuration and a file that
+    cannot be used, RuntimeError outside an event loop.
     """
     asyncio.get_running_loop()
     security = security or ClientSecurity()
     security.check(address)
     check_target(address)
     options = with_pings(CHANNEL_OPTIONS, pings)
-    if own_connection:
-        options += OWN_CONNECTION
+    for wanted, more in ((own_connection, OWN_CONNECTION), (pings is not None, SESSION), (seldom, SELDOM)):
+        options += more if wanted else ()
     if security.server_name:
         options += server_name(security.server_name)
     credentials = security.credentials()

@@ -121,6 +121,13 @@ CHANNEL_OPTIONS: Options = (
 # A stream of its own TCP connection: what happens to others says nothing about it.
 OWN_CONNECTION: Options = (("grpc.use_local_subchannel_pool", 1),)
 
+# Of sessions: small frames, each of which the library would answer with a ping, to learn how wide the way is. What is
+# large and read has the window that it needs all the same.
+SESSION: Options = (("grpc.http2.bdp_probe", 0),)
+
+# Of questions that come seldom: a rank's server pings whoever is connected each second, and wakes both for it.
+SELDOM: Options = (("grpc.client_idle_timeout_ms", 5_000),)
+
 # The library names a Unix socket by its path, percent signs and all: servers in Rust take that for no authority.
 NAMED_LOCALHOST: Options = (("grpc.default_authority", "localhost"),)
 

@@ -502,7 +502,7 @@ class Rank(Generic[Transfer]):
         security = self.config.client_security
         if not self._trusts(address):
             security = replace(security, token="", token_file="")
-        return open_channel(address, security, own_connection=True)
+        return open_channel(address, security, own_connection=True, seldom=True)
 
     def _trusts(self, registry: str) -> bool:
         return registry == self.address or self._policy.trusts(registry)
