@@ -20,7 +20,7 @@ from benchmarks.baselines.wake import WokenLoop
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.rounds import Benchmark, Contender, Figures
 from benchmarks.harness.table import Metric
-from benchmarks.harness.worker import Desk, Worker
+from benchmarks.harness.worker import Desk, Family, Worker
 from benchmarks.rows.control import BURST, PAUSE, InitCost, Throughput, many_rooms, percentile
 from benchmarks.rows.handoff import CONTROL_PAUSE, ENGINE_STEP, PAGE_PAUSE, SEED, FirstContact, Latency
 from benchmarks.rows.many_pairs import ManyPairs, lone_rooms_of_each, shape_of_many
@@ -285,9 +285,10 @@ def session_options() -> tuple[Options, Options]:
 
 
 def _serve(desk: Desk, options: Options = ()) -> int:
-    ends = desk.items[ENDS] = [StreamEnd(options=options)]
+    end = StreamEnd(options=options)
+    desk.items[ENDS] = [end]
     settle()
-    return ends[0].serve()
+    return end.serve()
 
 
 def _connect(desk: Desk, port: int) -> None:

@@ -41,7 +41,9 @@ def test_a_channel_that_waits_comes_back_within_seconds() -> None:
     assert int(CHANNEL["grpc.max_reconnect_backoff_ms"]) <= 5_000
 
 
-@pytest.mark.parametrize("options", [SERVER_OPTIONS, CHANNEL_OPTIONS, OWN_CONNECTION, SESSION, SELDOM, server_name("engine-7")])
+@pytest.mark.parametrize(
+    "options", [SERVER_OPTIONS, CHANNEL_OPTIONS, OWN_CONNECTION, SESSION, SELDOM, server_name("engine-7")]
+)
 def test_the_library_knows_each_option(options: Options) -> None:
     """It ignores what it does not know, and a misspelt option would be without effect for ever."""
     (library,) = (Path(grpc.__file__).parent / "_cython").glob("cygrpc*.so")
