@@ -272,8 +272,8 @@ class Timing:
 
     @property
     def quiet_heartbeat(self) -> int:
-        """How often something is said where no room is open: before gRPC pings, and thrice, at least, before silence
-        is shown or ends a pair."""
+        """Something is said at least this often where no room is open: before gRPC pings, and thrice, at least, before
+        silence is shown or ends a pair."""
         return max(self.heartbeat, min(3 * self.heartbeat, self.ping_interval - 1, self.idle_timeout // 3))
 
     @property

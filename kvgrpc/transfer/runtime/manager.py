@@ -215,8 +215,8 @@ class TransferManager(RoomTables[Record]):
             self._wake()
 
     def post_later(self, action: Callable[..., None], *arguments: Any) -> None:
-        """As ``post``, for what nobody waits for: the loop takes it with the next call that wakes it, at the latest
-        with the next tick. A wake is an interrupt to another core, and its thread wants the interpreter at once.
+        """``post`` for what nobody waits for: the loop takes it with the next call that wakes it, at the latest with
+        the next tick. A wake is an interrupt to another core, and its thread wants the interpreter at once.
         """
         self._commands.append((action, *arguments))
         if not self._waking and (self.closed or len(self._commands) >= _COMMANDS_AT_ONCE):
@@ -382,7 +382,7 @@ class TransferManager(RoomTables[Record]):
                 self._loop.call_soon(self._run)
 
     def _take_all(self) -> None:
-        """What engines asked for until now."""
+        """Takes all that engines asked for until now."""
         for _ in range(0, len(self._commands), _COMMANDS_AT_ONCE):
             self._run()
 

@@ -83,6 +83,8 @@ class PrefillManager(TransferManager[PrefillRoom]):
         )
         self._worker = TransferWorker(self._guarded, config.pools, self._report, config.gather_bytes)
         self._turns, self._ticks_in_turn = 0, 0
+        # Of a pair with an open room, and of one without.
+        self._heartbeats = config.timing.heartbeat, config.timing.quiet_heartbeat
         self._sessions: dict[PrefillPair, _Session] = {}
         self._sought = Waiters[RoomKey](
             MAX_SOUGHT_ROOMS, "rooms sought", draining=f"{self.ref} drains: a room without a sender gets none here"
@@ -459,9 +461,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
     def _tick(self) -> None:
         self.core.tick()
         self._watch_worker()
-        now, timing = self.core.now, self.config.timing
-        for pair, session in self._sessions.items():
-            if now % (timing.heartbeat if pair.open_rooms else timing.quiet_heartbeat) == 0:
+        quick, quiet = (self.core.now % each == 0 for each in self._heartbeats)
+        for pair, session in self._sessions.items() if quick or quiet else ():
+            if quick if pair.open_rooms else quiet:
                 session.beat()
 
     def _work_waits(self) -> bool:
