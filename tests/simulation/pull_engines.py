@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,7 +29,7 @@ from kvgrpc.transfer.protocol.types import Align, Bounds, RoomKey, Target, Write
 from kvgrpc.transfer.runtime.boundary import EngineHandle, RoomRequest, SentPages
 from kvgrpc.transfer.runtime.resolve import ReceiverRoom
 from tests.simulation.processes import TIMING, DecodeProcess, PrefillProcess
-from tests.simulation.pull_memory import HostPages
+from tests.simulation.pull_memory import SHARES, HostPages, WatchedShares
 from tests.simulation.work import Work
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 ANSWER, STALL, PULL_SECONDS = 1.0, 2.0, 8.0
 TICKS_A_SECOND = 10
+# Of prompts, how many are asked for at two engines as if each had half of every page.
+HALVES_SHARE = 0.5
 
 
 class TakerProcess(DecodeProcess):
@@ -244,6 +247,19 @@ class Survey:
         return max((each for each in found if each.pages), key=lambda each: each.pages, default=None)
 
 
+class HalvesSurvey(Survey):
+    """Two engines are asked as if they were ranks of one with half of each page: those pages count that both have."""
+
+    @property
+    def answer(self) -> Found | None:
+        found: list[Found] = [each.answer for each in self._questions if each.error is None and each.answer.pages]
+        if len(found) < SHARES:
+            return None
+        first, second = found
+        holder = replace(first.holder, others=(second.holder,))
+        return Found(holder, min(first.pages, second.pages), b"", (second,))
+
+
 class Job:
     """A thread of an engine that drives one pull: what it waits for, and since when its engine ran so long."""
 
@@ -252,9 +268,10 @@ class Job:
         self.wait: Any = None
         self.ticks = self.stalled = self.busy = 0
         self.asked: set[str] = set()
-        self.over = False
+        self.over = self.halves = False
         self._until = 0
         self._question: Question | Survey | None = None
+        self._moved: tuple[KVReceiver, int] | None = None
 
     def step(self) -> None:
         self.ticks += 1
@@ -300,6 +317,7 @@ class Job:
             self._question = wait.ask(*wait.arguments)
             if wait.ask == self.engine.ask_to_lend:
                 self.asked.add(wait.arguments[0].holder.address)
+                self.halves = self.halves or bool(wait.arguments[0].others)
             else:
                 self.busy = 0
         else:
@@ -309,12 +327,12 @@ class Job:
     def _count_stall(self) -> None:
         """For how long no page came of the room that it waits for; and since when a busy holder lends nothing."""
         if isinstance(self.wait, ForRoom):
-            done = self.wait.receiver.pages_done
-            self.stalled = self.stalled + 1 if done == getattr(self, "_pages_done", 0) else 0
-            self._pages_done = done
+            moved = self.wait.receiver, self.wait.receiver.pages_done
+            self.stalled = self.stalled + 1 if moved == self._moved else 0
+            self._moved = moved
             self.busy = 0
         else:
-            self.stalled = self._pages_done = 0
+            self.stalled, self._moved = 0, None
             self.busy += 1
 
 
@@ -334,9 +352,10 @@ class Engine:
         self.silent = rules.silent(self.clock)
         self.sending, self.receiving = rules.sending(holder), Receiving(taker)
         self.lender: Lender = rules.lender(self.cache, self.staging, cast(Any, self.sending), self.book, self.clock)
-        landing = Landing(cast(Any, self.receiving), self.staging)
+        self.halves = WatchedShares(self._complain, rules.landing)
+        whole, halves = (Landing(cast(Any, self.receiving), memory) for memory in (self.staging, self.halves))
         self.pulls: Taker = rules.taker(
-            lambda holder: landing,
+            lambda holder: halves if holder.others else whole,
             cast(Any, self.ask_to_lend),
             self.book,
             STALL,
@@ -386,7 +405,7 @@ class Engine:
             record = cast(EngineHandle, handle).record
             if not handle.release_safe and record is not None and record.writes is Writes.UNKNOWN:
                 lent -= len(loan.pages) if record.key not in self.holder.core.rooms else 0
-        return lent, self.staging.landing.taken, len(self.jobs) + len(self.loans)
+        return lent, self.staging.landing.taken + self.halves.slots.taken, len(self.jobs) + len(self.loans)
 
     def close(self) -> None:
         """Its process is gone, and all that it had."""
@@ -415,10 +434,10 @@ class Engine:
                 del self.unopened[loan]
 
     def landing_pages(self, wait: ForPages) -> list[int]:
-        landing = self.staging.landing
-        before = landing.size - landing.taken
+        places = self.staging.landing, self.halves.slots
+        before = [place.size - place.taken for place in places]
         pages = wait.take(0.0)
-        if before > 1 and len(pages) >= before:
+        if any(free > 1 and place.taken == place.size for place, free in zip(places, before, strict=True)):
             self._complain("one pull takes all landing pages")
         return pages
 
@@ -429,7 +448,23 @@ class Engine:
         if not pages:
             return
         work = self.peers.pulling(prompt, first, [self.cache.buffers(page) for page in pages], PULL_SECONDS, None)
-        self.jobs.append(Job(self, work, partial(self._pulled, prompt[first : first + len(pages)], pages)))
+        done = partial(self._pulled, prompt[first : first + len(pages)], pages)
+        self.jobs.append(Job(self, self._pulling(work, pages), done))
+
+    def _pulling(self, work: Waiting[list[PageResult]], pages: Sequence[int]) -> Waiting[list[PageResult]]:
+        """Pages of a prefetch that is cancelled were never exposed: others have them at once."""
+        try:
+            return (yield from work)
+        except GeneratorExit:
+            self.cache.give_back(pages)
+            raise
+
+    def cancel(self) -> None:
+        """One of its pulls that wait is given up."""
+        waiting = [job for job in self.jobs if job.wait is not None and not job.over]
+        if waiting:
+            self.world.random.choice(waiting).close()
+            self.world.outcomes["pulls cancelled"] += 1
 
     def _pulled(self, names: Sequence[str], pages: Sequence[int], results: Sequence[PageResult], job: Job) -> None:
         good = next((n for n, result in enumerate(results) if not result.ok), len(pages))
@@ -445,6 +480,7 @@ class Engine:
         self.pulled.update(names[:good])
         self.cache.give_back(pages[good:])
         self.world.outcomes["pages pulled"] += good
+        self.world.outcomes["pages put together"] += good * job.halves
         self.world.outcomes["from two holders"] += good > 0 and len(job.asked) > 1
         for name in names[good:]:
             self.cache.compute(name)
@@ -479,17 +515,18 @@ class Engine:
     def ask_who_has(
         self, hashes: Sequence[str], timeout: float, without: Collection[str], only: Collection[str] | None = None
     ) -> Survey:
-        seconds = min(timeout, ANSWER)
-        questions = []
+        seconds, holders = min(timeout, ANSWER), list[tuple[int, Holder]]()
         for number in range(len(self.world.engines)):
             address = self.world.registry[number].address
             if number == self.number or address in without or address in self.silent:
                 continue
             if self.clock() - self.silent.since.get(address, -math.inf) < 0.95:
                 self._complain("a silent holder is asked again at once")
-            holder = Holder(f"E{number}", address, address)
-            questions.append(self._ask_for_count(number, holder, hashes, seconds))
-        return Survey(questions)
+            holders.append((number, Holder(f"E{number}", address, address)))
+        halves = len(holders) > 1 and self.world.random.random() < HALVES_SHARE
+        asked = self.world.random.sample(holders, 2) if halves else holders
+        questions = [self._ask_for_count(number, holder, hashes, seconds) for number, holder in asked]
+        return HalvesSurvey(questions) if halves else Survey(questions)
 
     def _ask_for_count(self, number: int, holder: Holder, hashes: Sequence[str], seconds: float) -> Question:
         def then(pages: int) -> Found:

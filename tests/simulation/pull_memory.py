@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvgrpc.prefetch.storage.base import PageBuffers
-from kvgrpc.pull.staging import Staging, StagingPages
+from kvgrpc.pull.heads import Move
+from kvgrpc.pull.staging import StagedShares, Staging, StagingPages
 
 PAGE_BYTES = 32  # a page holds its own hash
 STAGING_PAGES = 16
 CACHE_PAGES = 24
+# Landing pages of holders that have half of each page: the first half of one, the second half of the other.
+SLOTS, SHARES, HALF = 4, 2, PAGE_BYTES // 2
+HALVES = tuple(Move(share, share * HALF, HALF, share * HALF, HALF, 1, HALF) for share in range(SHARES))
 NOISE = b"\xee" * PAGE_BYTES
 
 
@@ -112,7 +116,37 @@ class WatchedStaging(Staging):
         """What a peer wrote."""
         ctypes.memmove(self._address + page * PAGE_BYTES, content, PAGE_BYTES)
 
+    def is_free(self, page: int) -> bool:
+        return page in self.landing._free
+
     def _checked(self, copied: bool) -> bool:
         if copied and self.freed:
             self._complain("memory that was freed is copied from or to")
         return copied
+
+
+class WatchedShares(StagedShares):
+    """The product's, for pages that two holders have half of. Its pages are numbered behind those of the staging."""
+
+    def __init__(self, complain: Callable[[str], None], slots: type[StagingPages]) -> None:
+        self._ram = Ram()
+        super().__init__(self._ram, SLOTS, SHARES, HALVES, PAGE_BYTES, PAGE_BYTES, 16, "x")  # type: ignore[arg-type]
+        self.slots = slots(range(SLOTS))
+        self.freed = False
+        self._complain = complain
+
+    def pages(self, slots: Sequence[int], share: int) -> list[int]:
+        return [STAGING_PAGES + page for page in super().pages(slots, share)]
+
+    def copy_out(self, slots: Sequence[int], buffers: Iterable[PageBuffers]) -> bool:
+        copied = super().copy_out(slots, buffers)
+        if copied and self.freed:
+            self._complain("memory that was freed is copied from or to")
+        return copied
+
+    def land(self, page: int, content: bytes) -> None:
+        """What a peer wrote."""
+        ctypes.memmove(self._address + (page - STAGING_PAGES) * PAGE_BYTES, content, PAGE_BYTES)
+
+    def is_free(self, page: int) -> bool:
+        return (page - STAGING_PAGES) // SHARES in self.slots._free

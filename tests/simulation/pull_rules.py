@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ from kvgrpc.errors import Failure
 from kvgrpc.model import RankId
 from kvgrpc.prefetch.storage.base import PageBuffers, PageResult
 from kvgrpc.pull.holders import check_lent
+from kvgrpc.pull.landing import Landing
 from kvgrpc.pull.lender import Lender, Loan
 from kvgrpc.pull.model import Found, Holder, Lent
 from kvgrpc.pull.staging import StagingPages
@@ -103,6 +105,50 @@ class _Believes(Taker):
         return None
 
 
+class _OneShareDoes(Taker):
+    """A page counts once the first of its shares is there."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._first = set[KVReceiver]()
+
+    def _open(self, *arguments: Any) -> Generator[Any, Any, tuple[int, Failure | None]]:
+        opened = yield from super()._open(*arguments)
+        self._first.update(room.receiver for room in arguments[5][:1])
+        return opened
+
+    def _receive(self, room: Any, end: float) -> Generator[Any, Any, Failure | None]:
+        return (yield from super()._receive(room, end)) if room.receiver in self._first else None
+
+
+class _FirstLenderCounts(Taker):
+    """As many pages count as the first holder lent, though another one lent fewer of them."""
+
+    def _open(self, *arguments: Any) -> Generator[Any, Any, tuple[int, Failure | None]]:
+        count, failure = yield from super()._open(*arguments)
+        return (arguments[5][0].entry.lent if count else 0), failure
+
+
+class _OneShareFrees(Taker):
+    """A slot is free once nobody writes the first of its shares."""
+
+    def _end(self, landing: Landing, slots: Sequence[int], rooms: Sequence[Any]) -> None:
+        for room in rooms[1:]:
+            room.receiver.close()
+            self._book.end(room.entry, room.receiver.failure)
+        super()._end(landing, slots, rooms[:1])
+
+
+class _LeavesRooms(Taker):
+    """A pull that is cancelled leaves its rooms open, and gives its slots back."""
+
+    def _end(self, landing: Landing, slots: Sequence[int], rooms: Sequence[Any]) -> None:
+        if sys.exc_info()[0] is GeneratorExit:
+            landing.memory.slots.give_back(slots)
+        else:
+            super()._end(landing, slots, rooms)
+
+
 class _AsksForEver(Taker):
     """Asks a busy holder until the time of the pull is over."""
 
@@ -139,6 +185,10 @@ OFF: dict[str, tuple[Rules, str]] = {
     "a holder that sends nothing is given up": (replace(RULES, taker=_Patient), "is not given up"),
     "a pull has an end": (replace(RULES, taker=_Endless), "does not end"),
     "a room that failed brought nothing": (replace(RULES, taker=_Believes), "wrong byte"),
+    "all shares of a page are there": (replace(RULES, taker=_OneShareDoes), "wrong byte"),
+    "all holders lent a page": (replace(RULES, taker=_FirstLenderCounts), "wrong byte"),
+    "no share of a page is written any more": (replace(RULES, taker=_OneShareFrees), "foreign write"),
+    "a pull that is cancelled ends its rooms": (replace(RULES, taker=_LeavesRooms), "foreign write"),
     "a busy holder is asked for a while": (replace(RULES, taker=_AsksForEver), "busy holder"),
     "a lent room is its taker's": (replace(RULES, sending=_AnyTaker), "went to another engine"),
     "a silent holder is left alone": (replace(RULES, silent=_AsksTheSilent), "silent holder is asked"),

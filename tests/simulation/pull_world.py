@@ -47,6 +47,7 @@ FAULTS = (
     *["cut"] * 3,
     *["terminate"] * 2,
     *["destroy plane"] * 2,
+    *["cancel"] * 3,
 )
 
 
@@ -73,8 +74,11 @@ class LentRoom:
 
 
 class PullWorld(World):
-    """Of five seeds one has a ``liar``, a holder that says and answers what it likes; two have a ``thief``, which opens
-    rooms of others, and a taker that opens none of its own."""
+    """Half of the prompts are asked for at two engines, as if they were ranks of one that have half of each page each.
+
+    Of five seeds one has a ``liar``, a holder that says and answers what it likes; two have a ``thief``, which opens
+    rooms of others, and a taker that opens none of its own.
+    """
 
     def __init__(self, seed: int, rules: Rules = RULES) -> None:
         self.rules = rules
@@ -169,10 +173,10 @@ class PullWorld(World):
             self.violate("a lent page went to another engine", write.key)
         if content != bytes.fromhex(name) and name not in self.spoilt:
             self.violate("a write reads a page that is another one now", write.key)
-        landing = engine.staging.landing
-        if engine.receiving.owner.get(write.page) != write.key.room or write.page in landing._free:
+        place = engine.staging if write.page < STAGING_PAGES else engine.halves
+        if engine.receiving.owner.get(write.page) != write.key.room or place.is_free(write.page):
             self.violate(f"foreign write on landing page {write.page}", write.key)
-        engine.staging.land(write.page, content)
+        place.land(write.page, content)
 
     def leave(self, write: Write, writer: PrefillProcess, killed: bool = False) -> None:
         assert isinstance(writer, HolderProcess)
@@ -264,6 +268,8 @@ class PullWorld(World):
             self.cut(other.taker, engine.holder, rnd.choice([5, 15, 50, 150]))
         elif kind == "terminate":
             self.terminate(engine)
+        elif kind == "cancel":
+            engine.cancel()
         else:
             engine.holder.plane.destroy()
 
@@ -301,11 +307,12 @@ class PullWorld(World):
             self.at(3, lambda: self._close(engine))
             return
         engine.staging.close(0.0)
+        engine.halves.close(0.0)
         plane = engine.holder.plane
         if plane.late:
             plane.destroy()
         if plane.idle and not engine.holder.core.open_writes:
-            engine.staging.freed = True
+            engine.staging.freed = engine.halves.freed = True
             self.at(10, lambda: self.kill(engine, goodbye=True))
         else:
             self.at(3, lambda: self._close(engine))
