@@ -24,7 +24,7 @@ from kvgrpc.transfer.runtime.boundary import PrefillRuntime
 UNOPENED_SECONDS = 10.0
 """A room that its taker does not open within this time ends."""
 # About what a batch takes.
-_RETRY_SECONDS = 0.02
+RETRY_SECONDS = 0.02
 _LOOK_SECONDS = 0.5
 
 
@@ -167,7 +167,7 @@ class Lender:
         return TooManyRequests(
             f"{lent} pages are lent, {self._lent_to[engine]} of them to {engine}",
             metadata={"limit": self._share, "value": most, "scope": "lent pages"},
-            retry_after=_RETRY_SECONDS,
+            retry_after=RETRY_SECONDS,
         )
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from kvgrpc.errors import ServerDraining
+from kvgrpc.errors import ServerDraining, TooManyRequests
 from kvgrpc.model import Layout, RankRef
 from kvgrpc.prefetch.storage.keys import PageIdentity
 from kvgrpc.pull import wire
 from kvgrpc.pull.book import PullBook
-from kvgrpc.pull.lender import Lender
+from kvgrpc.pull.lender import RETRY_SECONDS, Lender, Loan
 from kvgrpc.pull.model import Lent, PullRow
 from kvgrpc.pull.prompts import CountedPrompts
 from kvgrpc.pull.staging import Staging
@@ -20,6 +21,7 @@ from kvgrpc.rpc.blocking import BlockingCalls
 from kvgrpc.rpc.callers import caller, check_speaker
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import CallerRole
+from kvgrpc.rpc.within import within
 from kvgrpc.v1 import pull_service_pb2 as pb
 from kvgrpc.v1.pull_service_pb2_grpc import PullServiceServicer
 from kvgrpc.wire import rank_ref_from_pb
@@ -41,6 +43,8 @@ class PullServicer(PullServiceServicer):
         self._book = book
         self._blocking = BlockingCalls("lend", "calls that lend", threads=_THREADS, most=_WAITING)
         self._counted = CountedPrompts()
+        # Of calls that wait for pages which are lent.
+        self._waiting: set[asyncio.Event] = set()
         self._draining = False
 
     def drain(self) -> None:
@@ -67,7 +71,7 @@ class PullServicer(PullServiceServicer):
         wire.check_lend(request)
         taker = rank_ref_from_pb(request.taker)
         check_speaker(taker, None, "taker")
-        pages = await self._blocking.run(partial(self._lend, request, taker, asyncio.get_running_loop()))
+        pages = await self._lend_soon(request, taker)
         if pages is None:
             return pb.LendPagesResponse(prompt_unknown=True)
         return wire.lent_to_pb(Lent(pages, self._ref, self._layout))
@@ -88,6 +92,28 @@ class PullServicer(PullServiceServicer):
             self._counted.note(request.prompt_name, hashes[:count])
         return count
 
+    async def _lend_soon(self, request: pb.LendPagesRequest, taker: RankRef) -> int | None:
+        """Waits a moment where all is lent: pages of a batch are back before a taker would ask again."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + RETRY_SECONDS
+        while True:
+            returned = asyncio.Event()  # before the look: what comes back meanwhile counts
+            self._waiting.add(returned)
+            try:
+                return await self._blocking.run(partial(self._lend, request, taker, loop))
+            except TooManyRequests:
+                if loop.time() >= end:
+                    raise
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await within(end - loop.time(), returned.wait())
+            finally:
+                self._waiting.discard(returned)
+
+    async def _settle(self, loan: Loan) -> None:
+        await self._lender.settle(loan)
+        for returned in self._waiting:
+            returned.set()
+
     def _lend(self, request: pb.LendPagesRequest, taker: RankRef, loop: asyncio.AbstractEventLoop) -> int | None:
         """On a thread; None: the prompt that was counted is not known. The loan is settled whether or not the caller
         still waits for the answer."""
@@ -97,7 +123,7 @@ class PullServicer(PullServiceServicer):
         loan = self._lender.lend(hashes, request.first_page, request.room, taker)
         if loan is None:
             return 0
-        loop.call_soon_threadsafe(lambda: background(self._lender.settle(loan), f"loan {request.room}"))
+        loop.call_soon_threadsafe(lambda: background(self._settle(loan), f"loan {request.room}"))
         return len(loan.pages)
 
     def _hashes(self, request: pb.LendPagesRequest) -> Sequence[str] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvgrpc.errors import Failure, KvGrpcError, ServerDraining
@@ -78,11 +78,12 @@ class Taker:
             if not slots:
                 results += [failed(f"no staging page came back in {wait:.1f} s")] * left
                 break
-            count, failure = yield from self._pull(found, prompt, at, landing, slots, buffers[len(results) :], end)
+            batch = _Batch(found, prompt, at, landing, slots, moved, end)
+            count, failure = yield from self._pull(batch, buffers[len(results) :])
             results += [OK] * count
             moved = self._now() if count else moved
-            if failure is not None and failure.retry_after is not None and self._may_wait(failure, moved, end):
-                yield ForTime(failure.retry_after)
+            if failure is not None and self._may_wait(failure, moved, end):
+                yield ForTime(failure.retry_after or 0.0)
             elif count < len(slots) and (failure is not None or not count):
                 why = MISSING if failure is None else failed(failure.message)
                 results += [why] * (len(buffers) - len(results))
@@ -92,63 +93,63 @@ class Taker:
 
     def _may_wait(self, failure: Failure, moved: float, end: float) -> bool:
         """True if a holder that is busy may be asked again: it has lent something of late, and there is time."""
-        again = self._now() + (failure.retry_after or 0.0)
+        if failure.retry_after is None:
+            return False
+        again = self._now() + failure.retry_after
         return again < end and again - moved < self._stall
 
-    def _pull(
-        self,
-        found: Found,
-        prompt: Sequence[str],
-        first: int,
-        landing: Landing,
-        slots: list[int],
-        buffers: Sequence[PageBuffers],
-        end: float,
-    ) -> Waiting[tuple[int, Failure | None]]:
-        """One room for each share: how many leading pages of ``slots`` came, and what went wrong."""
-        rooms: list[_Room] = []
+    def _pull(self, batch: _Batch, buffers: Sequence[PageBuffers]) -> Waiting[tuple[int, Failure | None]]:
+        """One room for each share: how many leading pages of the batch came, and what went wrong."""
+        slots, rooms = batch.slots, batch.rooms
         try:
-            count, failure = yield from self._open(found, prompt, first, landing, slots, rooms, end)
+            count, failure = yield from self._open(batch)
             for room in rooms:
                 if count and failure is None:
-                    failure = yield from self._receive(room, end)
+                    failure = yield from self._receive(room, batch.end)
                 elif not room.receiver.ended:
-                    room.receiver.abort(f"another rank of {found.holder.engine} does not lend the rest of these pages")
+                    engine = batch.found.holder.engine
+                    room.receiver.abort(f"another rank of {engine} does not lend the rest of these pages")
             if count and failure is None:
-                failure = self._copy(landing, slots[:count], buffers)
+                failure = self._copy(batch.landing, slots[:count], buffers)
             for room in rooms:
                 if room.receiver.failure is None:
                     room.entry.done = room.entry.lent if failure is None else 0
         finally:
-            self._end(landing, slots, rooms)
+            self._end(batch)
         return (0, failure) if failure is not None else (count, None)
 
-    def _open(
-        self,
-        found: Found,
-        prompt: Sequence[str],
-        first: int,
-        landing: Landing,
-        slots: Sequence[int],
-        rooms: list[_Room],
-        end: float,
-    ) -> Waiting[tuple[int, Failure | None]]:
+    def _open(self, batch: _Batch) -> Waiting[tuple[int, Failure | None]]:
         """Asks for a share after the other, each for as many pages as were lent before: how many all of them lent."""
-        count = len(slots)
+        found, memory, count = batch.found, batch.landing.memory, len(batch.slots)
         for share, part in enumerate((found, *found.others)):
             room, holder = self._new_room(), part.holder
             try:
-                lent: Lent = yield ForAnswer(self._lend, (part, prompt, first, count, room, end - self._now()))
+                lent = yield from self._ask(batch, part, count, room)
             except KvGrpcError as error:
                 return 0, Failure.of(error)
             if not lent.pages:
                 return 0, None
-            receiver = KVReceiver(landing.manager, holder.sessions, room, prefill_dp_rank=lent.session.rank.dp)
-            entry = self._entry(holder, lent.holder, room, count, lent.pages, landing.memory.page_bytes)
-            rooms.append(_Room(receiver, entry, holder))
+            receiver = KVReceiver(batch.landing.manager, holder.sessions, room, prefill_dp_rank=lent.session.rank.dp)
+            entry = self._entry(holder, lent.holder, room, count, lent.pages, memory.page_bytes)
+            batch.rooms.append(_Room(receiver, entry, holder))
             count = lent.pages
-            receiver.init(landing.memory.pages(slots[:count], share))
+            receiver.init(memory.pages(batch.slots[:count], share))
         return count, None
+
+    def _ask(self, batch: _Batch, part: Found, count: int, room: int) -> Waiting[Lent]:
+        """What a holder lends. A busy one is asked again while shares that others have lent are on their way, which
+        would have to be lent anew. Raises KvGrpcError."""
+        while True:
+            left = batch.end - self._now()
+            try:
+                lent: Lent = yield ForAnswer(self._lend, (part, batch.prompt, batch.first, count, room, left))
+                return lent
+            except KvGrpcError as error:
+                failure = Failure.of(error)
+                others_come = batch.rooms and all(each.receiver.failure is None for each in batch.rooms)
+                if not others_come or not self._may_wait(failure, batch.moved, batch.end):
+                    raise
+            yield ForTime(failure.retry_after or 0.0)
 
     def _receive(self, room: _Room, end: float) -> Waiting[Failure | None]:
         """Until a room has ended; why it brought nothing."""
@@ -169,15 +170,16 @@ class Taker:
             return Failure.of(ServerDraining("the cache is closing and takes nothing more"))
         return None
 
-    def _end(self, landing: Landing, slots: Sequence[int], rooms: Sequence[_Room]) -> None:
+    def _end(self, batch: _Batch) -> None:
         """Slots that no room was told of are free at once, the others when no holder writes to them any more."""
+        slots, rooms, free = batch.slots, batch.rooms, batch.landing.memory.slots
         used = rooms[0].entry.lent if rooms else 0
-        landing.memory.slots.give_back(slots[used:])
+        free.give_back(slots[used:])
         for room in rooms:
             room.receiver.close()
         if used:
             receivers = [room.receiver for room in rooms]
-            landing.memory.slots.retire(slots[:used], lambda: all(each.release_safe for each in receivers))
+            free.retire(slots[:used], lambda: all(each.release_safe for each in receivers))
         for room in rooms:
             self._book.end(room.entry, room.receiver.failure)
 
@@ -210,3 +212,18 @@ class _Room:
     receiver: KVReceiver
     entry: Entry
     holder: Holder
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Pages of a prompt from ``first`` on, one for each slot, and the ``rooms`` in which their shares come. ``moved``:
+    when a page of this pull came last; ``end``: of its time."""
+
+    found: Found
+    prompt: Sequence[str]
+    first: int
+    landing: Landing
+    slots: list[int]
+    moved: float
+    end: float
+    rooms: list[_Room] = field(default_factory=list)

@@ -11,7 +11,6 @@ from kvgrpc.errors import Failure
 from kvgrpc.model import RankId
 from kvgrpc.prefetch.storage.base import PageBuffers, PageResult
 from kvgrpc.pull.holders import check_lent
-from kvgrpc.pull.landing import Landing
 from kvgrpc.pull.lender import Lender, Loan
 from kvgrpc.pull.model import Found, Holder, Lent
 from kvgrpc.pull.staging import StagingPages
@@ -112,9 +111,9 @@ class _OneShareDoes(Taker):
         super().__init__(*arguments)
         self._first = set[KVReceiver]()
 
-    def _open(self, *arguments: Any) -> Generator[Any, Any, tuple[int, Failure | None]]:
-        opened = yield from super()._open(*arguments)
-        self._first.update(room.receiver for room in arguments[5][:1])
+    def _open(self, batch: Any) -> Generator[Any, Any, tuple[int, Failure | None]]:
+        opened = yield from super()._open(batch)
+        self._first.update(room.receiver for room in batch.rooms[:1])
         return opened
 
     def _receive(self, room: Any, end: float) -> Generator[Any, Any, Failure | None]:
@@ -124,36 +123,36 @@ class _OneShareDoes(Taker):
 class _FirstLenderCounts(Taker):
     """As many pages count as the first holder lent, though another one lent fewer of them."""
 
-    def _open(self, *arguments: Any) -> Generator[Any, Any, tuple[int, Failure | None]]:
-        count, failure = yield from super()._open(*arguments)
-        return (arguments[5][0].entry.lent if count else 0), failure
+    def _open(self, batch: Any) -> Generator[Any, Any, tuple[int, Failure | None]]:
+        count, failure = yield from super()._open(batch)
+        return (batch.rooms[0].entry.lent if count else 0), failure
 
 
 class _OneShareFrees(Taker):
     """A slot is free once nobody writes the first of its shares."""
 
-    def _end(self, landing: Landing, slots: Sequence[int], rooms: Sequence[Any]) -> None:
-        for room in rooms[1:]:
+    def _end(self, batch: Any) -> None:
+        for room in batch.rooms[1:]:
             room.receiver.close()
             self._book.end(room.entry, room.receiver.failure)
-        super()._end(landing, slots, rooms[:1])
+        super()._end(replace(batch, rooms=batch.rooms[:1]))
 
 
 class _LeavesRooms(Taker):
     """A pull that is cancelled leaves its rooms open, and gives its slots back."""
 
-    def _end(self, landing: Landing, slots: Sequence[int], rooms: Sequence[Any]) -> None:
+    def _end(self, batch: Any) -> None:
         if sys.exc_info()[0] is GeneratorExit:
-            landing.memory.slots.give_back(slots)
+            batch.landing.memory.slots.give_back(batch.slots)
         else:
-            super()._end(landing, slots, rooms)
+            super()._end(batch)
 
 
 class _AsksForEver(Taker):
     """Asks a busy holder until the time of the pull is over."""
 
     def _may_wait(self, failure: Failure, moved: float, end: float) -> bool:
-        return self._now() + (failure.retry_after or 0.0) < end
+        return failure.retry_after is not None and self._now() + failure.retry_after < end
 
 
 class _AnyTaker(Sending):

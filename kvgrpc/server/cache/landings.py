@@ -54,6 +54,8 @@ class Landings:
         """Raises KvGrpcError where there is no memory for its pages, or the cache is closing."""
         if not holder.tp_size:
             return self._own
+        if holder.tp_size in self._of_size:  # without the lock: another size may be seconds on its way
+            return self._of_size[holder.tp_size]
         with self._opening:
             if holder.tp_size not in self._of_size:
                 self._check_sizes(holder)

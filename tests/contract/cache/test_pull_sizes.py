@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.model import Layout
+from kvgrpc.model import Layout, RankRef
 from kvgrpc.prefetch.model import OperationKind, OperationState
 from kvgrpc.prefetch.pools.host import Bytes
 from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
+from kvgrpc.pull.model import PullConfig
 from kvgrpc.server import RegistryServer
 from tests.contract.cache.test_pull import Fleet, nothing_is_lent, peer_of
-from tests.support.cache_serving import REPLICATED, CacheRank, bytes_of, hashes_of, prompt
+from tests.support.cache_serving import LIMITS, REPLICATED, CacheRank, bytes_of, hashes_of, prompt
 from tests.support.waiting import wait_until
 
 HEADS, PAGE_TOKENS, LAYERS = 4, 4, 3
@@ -141,7 +142,7 @@ def test_pages_of_another_size_arrive_with_all_heads_in_their_place(
     rooms = [row for rank in taker.ranks for row in peer_of(rank).book.rows()]
     assert not any(row.failure for row in rooms)
     shares = max(1, holders // takers)
-    # A share whose fellow has to wait for a lender is asked for again, so it may have come twice.
+    # A share is lent anew where its fellow does not come in time.
     assert sum(row.done for row in rooms) >= 11 * shares * takers
     assert {row.nbytes // row.done for row in rooms if row.done} == {shape_of(holders).page_bytes}
 
@@ -177,6 +178,32 @@ def test_pages_that_one_of_two_ranks_evicts_between_question_and_answer_do_not_c
     taker.has(hashes[:left])
     wait_until(lambda: holder.is_quiet() and taker.is_quiet(), 10.0)
     assert taker.leader.manager.host.table.counts()["reserved"] == 0
+
+
+def test_a_share_on_its_way_is_not_lent_anew_while_its_fellow_waits(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rank lends all that it may to others when it is asked, and again when it is asked once more."""
+    patient = PullConfig(staging_pages=16, answer_timeout=5.0, stall_timeout=30.0)
+    holder, taker = engines.pair(2, 1, pull=patient, limits=replace(LIMITS, storage_timeout=30.0))
+    hashes = hashes_of(prompt(4))
+    holder.fill(hashes)
+    lender, refused = peer_of(holder.ranks[1])._lender, list[int]()
+    lending, real = lender._staging.lending, lender._all_is_lent
+
+    def all_is_lent(ref: RankRef, most: int) -> Exception:
+        refused.append(most)
+        return real(ref, most)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(lender, "_all_is_lent", all_is_lent)
+    others = lending.take(lending.size)
+    operation = taker.leader.start(OperationKind.PREFETCH, hashes)
+    wait_until(lambda: len(refused) > 1, 20.0)
+    lending.give_back(others)
+    assert operation.wait(30.0)
+    assert (operation.state, operation.completed) == (OperationState.DONE, 4)
+    taker.has(hashes)
+    assert [row.done for row in peer_of(holder.ranks[0]).book.rows()] == [4]
 
 
 def test_a_rank_that_is_closed_costs_the_pages_of_both(engines: Engines) -> None:
