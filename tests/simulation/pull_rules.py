@@ -139,12 +139,10 @@ class _OneShareFrees(Taker):
 
 
 class _LeavesRooms(Taker):
-    """A pull that is cancelled leaves its rooms open, and gives its slots back."""
+    """A pull that is cancelled ends nothing, and gives nothing back."""
 
     def _end(self, batch: Any) -> None:
-        if sys.exc_info()[0] is GeneratorExit:
-            batch.landing.memory.slots.give_back(batch.slots)
-        else:
+        if sys.exc_info()[0] is not GeneratorExit:
             super()._end(batch)
 
 
@@ -187,7 +185,7 @@ OFF: dict[str, tuple[Rules, str]] = {
     "all shares of a page are there": (replace(RULES, taker=_OneShareDoes), "wrong byte"),
     "all holders lent a page": (replace(RULES, taker=_FirstLenderCounts), "wrong byte"),
     "no share of a page is written any more": (replace(RULES, taker=_OneShareFrees), "foreign write"),
-    "a pull that is cancelled ends its rooms": (replace(RULES, taker=_LeavesRooms), "foreign write"),
+    "a pull that is cancelled ends its rooms": (replace(RULES, taker=_LeavesRooms), "are left"),
     "a busy holder is asked for a while": (replace(RULES, taker=_AsksForEver), "busy holder"),
     "a lent room is its taker's": (replace(RULES, sending=_AnyTaker), "went to another engine"),
     "a silent holder is left alone": (replace(RULES, silent=_AsksTheSilent), "silent holder is asked"),

@@ -45,7 +45,7 @@ FAULTS = (
     *["stop"] * 3,
     *["hold"] * 2,
     *["cut"] * 3,
-    *["terminate"] * 2,
+    *["terminate"] * 4,
     *["destroy plane"] * 2,
     *["cancel"] * 3,
 )
@@ -220,7 +220,7 @@ class PullWorld(World):
     def _traffic(self) -> None:
         rnd = self.random
         engine, prompt = rnd.choice(self.engines), rnd.choice(self.prompts)
-        if rnd.random() < 0.05:
+        if rnd.random() < 0.15:
             engine.cache.evict(rnd.randrange(1, 8))
         if not engine.running or engine.draining or rnd.random() > 0.3:
             return

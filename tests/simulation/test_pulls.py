@@ -19,7 +19,7 @@ import pytest
 from tests.simulation.pull_rules import OFF
 from tests.simulation.pull_world import PullWorld
 
-SEEDS = range(40)
+SEEDS = range(50)
 REPLAYED = SEEDS[:3]
 ROOT = Path(__file__).parents[2]
 
