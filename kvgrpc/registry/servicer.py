@@ -163,6 +163,7 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         return pb.GetEngineResponse.FromString(await self.get_encoded(request, context))
 
     async def get_encoded(self, request: pb.GetEngineRequest, context: _Context) -> bytes:
+        wire.check_engine(request.engine)
         question = f"GetEngine {request.engine}"
         after = read_numbers_token(question, request.page_token, 4) or BEFORE_ALL
         size = page_size(request.page_size)
@@ -203,6 +204,8 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         return pb.ResolveRanksResponse.FromString(await self.resolve_encoded(request, context))
 
     async def resolve_encoded(self, request: pb.ResolveRanksRequest, context: _Context) -> bytes:
+        if request.engine:  # else any of its role
+            wire.check_engine(request.engine)
         role = wire.optional_role(request.role)
         selectors = wire.selectors_from_pb(request.selectors)
         if request.wait_ready:

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from kvgrpc import wire
 from kvgrpc.errors import InvalidRequest, Violation
-from kvgrpc.model import MAX_REGIONS, Pool, RankRef, Role, check_pools, check_rank, raise_if
+from kvgrpc.model import ENGINE_NAME, MAX_REGIONS, Pool, RankRef, Role, check_pools, check_rank, raise_if
 from kvgrpc.registry.addresses import check_advertised, check_events_endpoint
 from kvgrpc.registry.model import (
     AbsentRank,
@@ -247,7 +247,15 @@ def selectors_from_pb(messages: Sequence[pb.RankSelector]) -> list[RankSelector]
     ]
 
 
+def check_engine(name: str) -> None:
+    """Raises InvalidRequest for a name that no engine can have: nobody waits for it in vain."""
+    if not ENGINE_NAME.fullmatch(name):
+        raise InvalidRequest.of("engine", name, "1 to 128 characters of A-Z a-z 0-9 . _ -")
+
+
 def filter_from_pb(message: pb.WatchEnginesRequest) -> EngineFilter:
+    if message.engine:
+        check_engine(message.engine)
     return EngineFilter(message.engine, optional_role(message.role), not message.without_pools)
 
 

@@ -26,8 +26,13 @@ _RESTS = 3
 # A process that was stopped for a while owes nobody thrice that.
 LONGEST_REST_SECONDS = 0.15
 _NEVER = 0.0, 0.0
+# A step of a call that takes so long rests as long again, and one that takes n times as long n times as long.
+SHORT_SECONDS = 0.0005
+# Callers that do not wait whose time is known.
+_REMEMBERED = 256
 
 T = TypeVar("T")
+_Turn = tuple[tuple[Account, ...], "asyncio.Future[None]"]
 
 
 class Turns:
@@ -56,6 +61,8 @@ class Turns:
         self._began = self._ended = _NEVER
         # The rest that steps owe, and when that was.
         self._owed, self._owed_at = 0.0, 0.0
+        # Among whom the one waited whose piece it is, and which caller it is.
+        self._who: tuple[_Waiting, tuple[Account, ...]] = self._waiting, ()
         self._hurries_until = 0.0
         # True while a step runs that has a turn: it takes no other.
         self._in_a_step = False
@@ -87,26 +94,37 @@ class Turns:
         """Returns when the caller of the call that runs now may do one piece, until it awaits again."""
         if self._in_a_step:
             return
+        accounts = accounts_of_this_call()
         if self._resting is not None:
             self._resting.cancel()
-            self._begin()
+            self._begin(self._pieces, accounts)
         elif self._busy:
-            await self._pieces.add(accounts_of_this_call())
+            await self._pieces.add(accounts)
         else:
-            self._begin()
+            self._begin(self._pieces, accounts)
+
+    async def take_as_a_call(self) -> None:
+        """As ``take``; while hand-offs go on it waits among the steps of calls and rests as they do."""
+        if self._in_a_step or not self.hurries:
+            await self.take()
+        elif self._busy:
+            self._count += 1
+            await self._waiting.add(accounts_of_this_call() or _unnamed())
+        else:
+            self._begin(self._waiting, accounts_of_this_call() or _unnamed())
 
     @types.coroutine
     def in_turns(self, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-        """What the coroutine, a call, returns or raises; while hand-offs go on each of its steps waits for its turn.
-
-        What cancels it waits for none: its place is another's then.
-        """
+        """What the coroutine, a call, returns or raises; while hand-offs go on each of its steps waits for its turn,
+        but for one that hears that it was cancelled."""
         raised: BaseException | None = None
         while True:
             has_turn = False
-            if self.hurries:
+            # What was cancelled gives its places back: nobody gains by a wait.
+            if self.hurries and not isinstance(raised, asyncio.CancelledError):
+                accounts = accounts_of_this_call() or _unnamed()
                 if self._busy:
-                    turn = self._waiting.add(accounts_of_this_call() or _unnamed())
+                    turn = self._waiting.add(accounts)
                     self._count += 1
                     try:
                         yield from turn
@@ -114,7 +132,7 @@ class Turns:
                         raised = error
                     has_turn = turn.done() and not turn.cancelled()
                 else:
-                    self._begin()
+                    self._begin(self._waiting, accounts)
                     has_turn = True
             thrown, raised = raised, None
             self._in_a_step = has_turn
@@ -135,21 +153,25 @@ class Turns:
             except BaseException as error:
                 raised = error
 
-    def _begin(self) -> None:
+    def _begin(self, among: _Waiting, accounts: tuple[Account, ...]) -> None:
         self._busy, self._resting, self._ended = True, None, _NEVER
+        self._who = among, accounts[:1]
         self._began = time.monotonic(), time.thread_time()
         # Behind the piece: it runs now, or is what its future wakes first.
         asyncio.get_running_loop().call_soon(self._rest)
 
     def _rest(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._ended is _NEVER or not self.hurries:
-            # No step of a call: what a session brings is not to wait longer, however many bring much.
-            loop.call_later(time.thread_time() - self._began[1], self._next)
+        loop, (among, caller) = asyncio.get_running_loop(), self._who
+        ended = (time.monotonic(), time.thread_time()) if self._ended is _NEVER else self._ended
+        wall, own = ended[0] - self._began[0], ended[1] - self._began[1]
+        among.charge(caller, own)
+        if among is self._pieces or not self.hurries:
+            # What a session brings is not to wait longer, however many bring much.
+            loop.call_later(own, self._next)
             return
-        wall, own = self._ended[0] - self._began[0], self._ended[1] - self._began[1]
-        owed = max(0.0, self._owed - (self._began[0] - self._owed_at)) + own + max(0.0, wall - own) * _RESTS
-        self._owed, self._owed_at = min(owed, LONGEST_REST_SECONDS), self._ended[0]
+        rest = own * max(1.0, own / SHORT_SECONDS) + max(0.0, wall - own) * _RESTS
+        owed = max(0.0, self._owed - (self._began[0] - self._owed_at)) + rest
+        self._owed, self._owed_at = min(owed, LONGEST_REST_SECONDS), ended[0]
         if self._pieces or self._owed < PIECE_SECONDS:  # a timer is for milliseconds
             self._next(self._pieces)
         else:
@@ -160,11 +182,11 @@ class Turns:
         self._busy, self._resting = False, None
         while not self._busy and (self._waiting or self._pieces):
             waiting = first or self._waiting or self._pieces
-            turn = waiting.pop()
+            accounts, turn = waiting.pop()
             self._count -= waiting is self._waiting
             if not turn.done():  # else its call is over
                 turn.set_result(None)
-                self._begin()
+                self._begin(waiting, accounts)
         if self._outside and self._count < MOST_WAITING:
             outside, self._outside = self._outside, []
             for place in outside:
@@ -173,10 +195,14 @@ class Turns:
 
 
 class _Waiting:
-    """Those who wait for a turn: by caller, then by connection. False where nobody does."""
+    """Those who wait for a turn. The caller that had least of the loop is next, of its connections each in turn; one
+    that comes anew has had as much as whoever was next last. False where nobody waits."""
 
     def __init__(self) -> None:
-        self._of: dict[tuple[Account, ...], dict[tuple[Account, ...], deque[asyncio.Future[None]]]] = {}
+        self._of: dict[tuple[Account, ...], dict[tuple[Account, ...], deque[_Turn]]] = {}
+        # Seconds that each caller had, on top of what all had that began before it.
+        self._had: dict[tuple[Account, ...], float] = {}
+        self._least = 0.0
 
     def __len__(self) -> int:
         """Callers."""
@@ -184,11 +210,16 @@ class _Waiting:
 
     def add(self, accounts: tuple[Account, ...]) -> asyncio.Future[None]:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._of.setdefault(accounts[:1], {}).setdefault(accounts[-1:], deque()).append(turn)
+        caller = accounts[:1]
+        if caller not in self._of:
+            self._of[caller] = {}
+            self._had[caller] = max(self._had.get(caller, 0.0), self._least)
+        self._of[caller].setdefault(accounts[-1:], deque()).append((accounts, turn))
         return turn
 
-    def pop(self) -> asyncio.Future[None]:
-        caller = next(iter(self._of))
+    def pop(self) -> _Turn:
+        caller = min(self._of, key=self._had.__getitem__)
+        self._least = self._had[caller]
         connections = self._of.pop(caller)
         connection = next(iter(connections))
         queue = connections.pop(connection)
@@ -198,6 +229,12 @@ class _Waiting:
         if connections:
             self._of[caller] = connections
         return turn
+
+    def charge(self, caller: tuple[Account, ...], seconds: float) -> None:
+        """The caller had a turn that took so long."""
+        self._had[caller] = max(self._had.get(caller, 0.0), self._least) + seconds
+        if len(self._had) > 2 * len(self._of) + _REMEMBERED:
+            self._had = {each: had for each, had in self._had.items() if each in self._of or had > self._least}
 
 
 def _unnamed() -> tuple[Account, ...]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
+import pytest
 import pytest_asyncio
 
 from kvgrpc.errors import (
@@ -32,6 +33,8 @@ from kvgrpc.wire import rank_ref_to_pb
 from tests.support.registry_serving import POOLS, TP2, Served, dial, failure, request_of
 from tests.support.waiting import until
 from tests.unit.registry.builders import pool, ranks, row
+
+IMPOSSIBLE = ["a b", "é", "a/b", "x" * 129]
 
 
 @pytest_asyncio.fixture
@@ -225,6 +228,11 @@ class TestGetEngine:
         error = await failure(served.stub.GetEngine(pb.GetEngineRequest(engine="P", page_token="x")))
         assert error.metadata["field"] == "page_token"
 
+    @pytest.mark.parametrize("name", IMPOSSIBLE)
+    async def test_a_name_that_no_engine_can_have_is_invalid(self, served: Served, name: str) -> None:
+        error = await failure(served.stub.GetEngine(pb.GetEngineRequest(engine=name)))
+        assert isinstance(error, InvalidRequest) and error.metadata["field"] == "engine"
+
 
 class TestListEngines:
     async def test_pages_by_name_and_filters_by_role(self, served: Served) -> None:
@@ -387,6 +395,7 @@ class TestResolveRanks:
             pb.ResolveRanksRequest(engine="a", role=WireRole.ValueType(9)),
             pb.ResolveRanksRequest(role=ROLE_PREFILL, wait_ready=True),
             pb.ResolveRanksRequest(engine="a", selectors=[pb.RankSelector()] * 257),
+            *(pb.ResolveRanksRequest(engine=name, wait_ready=True) for name in IMPOSSIBLE),
         ):
             assert isinstance(await failure(served.stub.ResolveRanks(wrong, timeout=5)), InvalidRequest)
 

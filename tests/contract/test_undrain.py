@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -19,6 +19,7 @@ from kvgrpc.model import RankId, RankRef
 from kvgrpc.prefetch.model import OperationKind
 from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.pull.model import PullConfig
+from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.status import error_from
 from kvgrpc.server import EventServer, IndexServer, RegistryServer
 from kvgrpc.transfer import KVPoll
@@ -172,6 +173,24 @@ def test_a_cache_takes_no_drain_back_at_its_own_port_while_its_rank_drains(tmp_p
             own_port.drain(0.0)
             own_port.undrain()
             assert not own_port.get_server_info().draining
+            # Drained at its own port, taken back with its rank.
+            own_port.drain(0.0)
+            client.drain(0.0)
+            client.undrain()
+            assert not own_port.get_server_info().draining
+    finally:
+        cache.close()
+
+
+def test_a_rank_that_begins_to_drain_while_its_caches_drain_is_taken_back_keeps_it_drained(tmp_path: Path) -> None:
+    cache = open_cache_rank(tmp_path, pull=PullConfig(staging_pages=8))
+    try:
+        parts: Any = cast(Any, cache.rank)._parts
+        with SyncClient(parts.cache_peer.address) as own_port:
+            own_port.drain(0.0)
+            with pytest.raises(ServerDraining):
+                LoopThread.shared().run(parts.cache_peer.undrain(parts.listener.drain), 20)
+            assert own_port.get_server_info().draining
     finally:
         cache.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any, TypeAlias, cast
 
 import grpc
+from google.protobuf.message import Message
 
 from kvgrpc.errors import FrameTooLarge, InvalidRequest
 from kvgrpc.observability.logging import RateLimited
@@ -20,6 +22,7 @@ from kvgrpc.rpc.interceptors.auth import auth
 from kvgrpc.rpc.interceptors.call import Behaviour, Context, Layer, Method
 from kvgrpc.rpc.interceptors.deadline import deadline
 from kvgrpc.rpc.interceptors.errors import errors
+from kvgrpc.rpc.interceptors.parsing import merge_in_pieces
 from kvgrpc.rpc.interceptors.telemetry import telemetry
 from kvgrpc.rpc.methods import SESSION, largest_request
 from kvgrpc.rpc.security import ServerSecurity
@@ -174,8 +177,16 @@ class _Decoding:
 async def _decoded(request: bytes, deserializer: Callable[[bytes], Any]) -> Any:
     if len(request) <= LARGE_BYTES:
         return deserializer(request)
-    await Turns.of_this_loop().take()
-    decoded = deserializer(request)
+    turns = Turns.of_this_loop()
+    await turns.take()
+    kind = getattr(deserializer, "__self__", None)
+    if turns.hurries and isinstance(kind, type) and issubclass(kind, Message):
+        decoded: Any = kind()
+        for _ in merge_in_pieces(decoded, request):
+            await asyncio.sleep(0)
+            await turns.take_as_a_call()
+    else:
+        decoded = deserializer(request)
     # What is made of it comes in another turn: parsing 4 MiB takes 30 ms by itself.
     await next_turn()
     return decoded

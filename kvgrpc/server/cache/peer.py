@@ -77,6 +77,7 @@ class CachePeer:
         self._loop = LoopThread.shared()
         self.plane: DataPlane = _plane_like(config)
         self._following: asyncio.Task[None] | None = None
+        self._steering: ServerServicer | None = None
         self._ended = False
         self.address = ""
         try:
@@ -151,12 +152,16 @@ class CachePeer:
         return all(nothing_left for nothing_left, _ in drained), sum(rooms for _, rooms in drained)
 
     async def undrain(self, end_drain: Callable[[], Awaitable[None]]) -> None:
+        self._check_goes_on()
+        await end_drain()
+        self._check_goes_on()  # its rank may have begun to drain meanwhile
+        self.undrain_now()
+
+    def _check_goes_on(self) -> None:
         if self._ended:
             raise ServerDraining(f"the cache of {self._ref} is about to end")
         if self._rank_drains():
             raise ServerDraining(f"{self._ref} drains, and its cache with it: undrain the rank, at its own address")
-        await end_drain()
-        self.undrain_now()
 
     def undrain_now(self) -> None:
         """Lends and takes again, unless it does or has ended."""
@@ -168,6 +173,8 @@ class CachePeer:
         if self._following is not None:
             self._backend.connect(self._keys, self._taker, self._count)
         self._listener.undrain()
+        if self._steering is not None:
+            self._steering.taken_back()
 
     async def close(self, time: ClosingTime) -> bool:
         """Ends every room and frees the staging memory; False where a write may be left: the port stays bound then, and
@@ -256,9 +263,8 @@ class CachePeer:
         limits = ServerLimits(calls=limits_to_pb(self._config.call_limits))
         info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, rank=self._ref, limits=limits)
         callers = CallersHere(self._listener.admission)
-        add_ServerServiceServicer_to_server(
-            ServerServicer(info, self, lambda: self._listener.draining, callers), server
-        )
+        self._steering = ServerServicer(info, self, lambda: self._listener.draining, callers)
+        add_ServerServiceServicer_to_server(self._steering, server)
         return _SERVICES
 
 

@@ -94,9 +94,9 @@ class ServerServicer(ServerServiceServicer):
         if request.HasField("grace"):
             grace = seconds_from_pb("grace", request.grace, _LONGEST_GRACE_SECONDS)
         async with self._steering:
-            if self._draining is None or self._draining.done():
-                self._draining = background(self._drainable.drain(grace), "kvgrpc-drain")
             draining = self._draining
+            if draining is None or draining.done():
+                draining = self._draining = background(self._drainable.drain(grace), "kvgrpc-drain")
         # So a caller that goes away does not undo what it began.
         await asyncio.wait([draining])
         drained, open_rooms = (False, 0) if draining.cancelled() else draining.result()
@@ -107,6 +107,12 @@ class ServerServicer(ServerServiceServicer):
             await self._drainable.undrain(self._end_drain)
             await self._end_drain()
         return pb.UndrainResponse()
+
+    def taken_back(self) -> None:
+        """Somebody else took its drain back, as a rank does that of its cache's own port."""
+        draining, self._draining = self._draining, None
+        if draining is not None:
+            draining.cancel()
 
     async def _end_drain(self) -> None:
         draining, self._draining = self._draining, None

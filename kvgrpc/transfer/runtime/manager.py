@@ -22,7 +22,7 @@ from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankRef, Ro
 from kvgrpc.observability import metrics
 from kvgrpc.observability.hand_offs import HandOff, HandOffs
 from kvgrpc.observability.tracing import spans_of
-from kvgrpc.rpc.turns import Turns, next_turn
+from kvgrpc.rpc.turns import PIECE_SECONDS, Turns
 from kvgrpc.rpc.waking import Lending, Waker
 from kvgrpc.transfer.aux_rows import AuxBuffer, AuxRows
 from kvgrpc.transfer.layout.topology import Shape
@@ -54,7 +54,7 @@ _GIVE_WAY_SECONDS = 50e-6
 # Up to so many open rooms of a manager: more than an engine has whose requests come one after another.
 _FEW_ROOMS = 1024
 ENTRIES_IN_A_TURN = 1024
-_ENTRIES_AT_ONCE, _TURN_SECONDS = 128, 0.03
+_ENTRIES_AT_ONCE, _TURN_SECONDS = 64, 0.01
 
 # Children of the counters, because labels() costs more than the count.
 FRAMES_SENT, FRAMES_RECEIVED = metrics.SESSION_FRAMES.labels("sent"), metrics.SESSION_FRAMES.labels("received")
@@ -350,9 +350,11 @@ class TransferManager(RoomTables[Record]):
 
     async def _in_turns(self, entries: Iterable[Entry], apply: Callable[[Sequence[Entry]], None]) -> None:
         """Applies the entries of one frame, at most some hundred a turn of the loop that all sessions share, fewer
-        where they take long: those that fail rooms cost many times the ordinary ones.
+        where they take long: those that fail rooms cost many times the ordinary ones. What is behind its first turn
+        waits as calls do: a frame of tens of thousands is no hand-off that goes on.
         """
         rest, applied, end = iter(entries), 0, time.monotonic() + _TURN_SECONDS
+        turns = Turns.of_this_loop()
         some = list(itertools.islice(rest, _ENTRIES_AT_ONCE))
         while some:
             apply(some)
@@ -360,8 +362,9 @@ class TransferManager(RoomTables[Record]):
             some = list(itertools.islice(rest, _ENTRIES_AT_ONCE))
             if some and (applied >= ENTRIES_IN_A_TURN or time.monotonic() > end):
                 self._pump()
-                await next_turn()
-                applied, end = 0, time.monotonic() + _TURN_SECONDS
+                await asyncio.sleep(0)
+                await turns.take_as_a_call()
+                applied, end = 0, time.monotonic() + (PIECE_SECONDS if turns.hurries else _TURN_SECONDS)
         if applied:
             self._pump()
 

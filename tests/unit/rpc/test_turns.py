@@ -271,3 +271,36 @@ async def test_a_large_request_is_parsed_in_one_turn_and_worked_on_in_the_next(s
 
     assert len(await _decoded(bytes(size), parse)) == size
     assert [*order, "worked on"] == ["parsed", *between, "worked on"]
+
+
+async def test_while_hand_offs_go_on_who_had_least_of_the_loop_is_next() -> None:
+    """A probe beside callers whose steps take long, and one that comes anew beside one that has waited."""
+    steps = Steps()
+    steps.turns._hurries_until = float("inf")
+    greedy = [steps.call(f"greedy {n}", 12, 0.002) for n in range(4) for _ in range(2)]
+    await steps.ended(*greedy, steps.call("good", 12, 0.0001))
+    order = [name for names in steps.of_turns for name in names]
+    before = order[: max(at for at, name in enumerate(order) if name == "good")]
+    # One of each of the others for its first turns, and one step of somebody between each two of its own.
+    assert sum(name != "good" for name in before) < 40 < len(order)
+
+
+async def test_a_call_that_is_cancelled_while_it_awaits_hears_of_it_at_once() -> None:
+    turns, heard = Turns.of_this_loop(), list[str]()
+    turns._hurries_until = float("inf")
+
+    async def call() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            heard.append("ends")
+
+    async def made() -> None:
+        await turns.in_turns(call())
+
+    task = asyncio.create_task(made())
+    await asyncio.sleep(0.01)  # a slow part
+    turns._busy = True  # somebody's piece, that rests long
+    task.cancel()
+    assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
+    assert heard == ["ends"]
