@@ -7,7 +7,7 @@ import time
 import types
 from collections import deque
 from collections.abc import Coroutine, Generator, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from kvgrpc.rpc.callers import origin
@@ -32,7 +32,9 @@ SHORT_SECONDS = 0.0005
 _REMEMBERED = 256
 
 T = TypeVar("T")
-_Turn = tuple[tuple[Account, ...], "asyncio.Future[None]"]
+K = TypeVar("K")
+_Accounts = tuple[Account, ...]
+_Turn = tuple[_Accounts, "asyncio.Future[None]"]
 
 
 class Turns:
@@ -61,8 +63,8 @@ class Turns:
         self._began = self._ended = _NEVER
         # The rest that steps owe, and when that was.
         self._owed, self._owed_at = 0.0, 0.0
-        # Among whom the one waited whose piece it is, and which caller it is.
-        self._who: tuple[_Waiting, tuple[Account, ...]] = self._waiting, ()
+        # Among whom the one waited whose piece it is, and its accounts.
+        self._who: tuple[_Waiting, _Accounts] = self._waiting, ()
         self._hurries_until = 0.0
         # True while a step runs that has a turn: it takes no other.
         self._in_a_step = False
@@ -155,16 +157,16 @@ class Turns:
 
     def _begin(self, among: _Waiting, accounts: tuple[Account, ...]) -> None:
         self._busy, self._resting, self._ended = True, None, _NEVER
-        self._who = among, accounts[:1]
+        self._who = among, accounts
         self._began = time.monotonic(), time.thread_time()
         # Behind the piece: it runs now, or is what its future wakes first.
         asyncio.get_running_loop().call_soon(self._rest)
 
     def _rest(self) -> None:
-        loop, (among, caller) = asyncio.get_running_loop(), self._who
+        loop, (among, accounts) = asyncio.get_running_loop(), self._who
         ended = (time.monotonic(), time.thread_time()) if self._ended is _NEVER else self._ended
         wall, own = ended[0] - self._began[0], ended[1] - self._began[1]
-        among.charge(caller, own)
+        among.charge(accounts, own)
         if among is self._pieces or not self.hurries:
             # What a session brings is not to wait longer, however many bring much.
             loop.call_later(own, self._next)
@@ -194,47 +196,74 @@ class Turns:
                     place.set_result(None)
 
 
-class _Waiting:
-    """Those who wait for a turn. The caller that had least of the loop is next, of its connections each in turn; one
-    that comes anew has had as much as whoever was next last. False where nobody waits."""
+class _Line(Generic[K]):
+    """Who had least of the loop is next; who comes anew has had as much as whoever was next last."""
 
     def __init__(self) -> None:
-        self._of: dict[tuple[Account, ...], dict[tuple[Account, ...], deque[_Turn]]] = {}
-        # Seconds that each caller had, on top of what all had that began before it.
-        self._had: dict[tuple[Account, ...], float] = {}
+        self.waiting: dict[K, None] = {}
+        self.had: dict[K, float] = {}
         self._least = 0.0
+
+    def enter(self, who: K) -> None:
+        if who not in self.waiting:
+            self.waiting[who] = None
+            self.had[who] = max(self.had.get(who, 0.0), self._least)
+
+    def next(self) -> K:
+        who = min(self.waiting, key=self.had.__getitem__)
+        self._least = self.had[who]
+        del self.waiting[who]
+        return who
+
+    def charge(self, who: K, seconds: float) -> None:
+        self.had[who] = max(self.had.get(who, 0.0), self._least) + seconds
+        if len(self.had) > 2 * len(self.waiting) + _REMEMBERED:
+            self.had = {each: had for each, had in self.had.items() if each in self.waiting or had > self._least}
+
+
+class _Waiting:
+    """Those who wait for a turn: the caller next that had least of the loop, and of its connections the one that had
+    least. False where nobody waits."""
+
+    def __init__(self) -> None:
+        self._callers = _Line[_Accounts]()
+        self._connections: dict[_Accounts, _Line[_Accounts]] = {}
+        self._calls: dict[_Accounts, deque[_Turn]] = {}
 
     def __len__(self) -> int:
         """Callers."""
-        return len(self._of)
+        return len(self._callers.waiting)
 
-    def add(self, accounts: tuple[Account, ...]) -> asyncio.Future[None]:
+    def add(self, accounts: _Accounts) -> asyncio.Future[None]:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        caller = accounts[:1]
-        if caller not in self._of:
-            self._of[caller] = {}
-            self._had[caller] = max(self._had.get(caller, 0.0), self._least)
-        self._of[caller].setdefault(accounts[-1:], deque()).append((accounts, turn))
+        caller, connection = accounts[:1], accounts[-1:]
+        self._callers.enter(caller)
+        self._connections.setdefault(caller, _Line()).enter(connection)
+        self._calls.setdefault(connection, deque()).append((accounts, turn))
         return turn
 
     def pop(self) -> _Turn:
-        caller = min(self._of, key=self._had.__getitem__)
-        self._least = self._had[caller]
-        connections = self._of.pop(caller)
-        connection = next(iter(connections))
-        queue = connections.pop(connection)
-        turn = queue.popleft()
+        caller = self._callers.next()
+        connections = self._connections[caller]
+        connection = connections.next()
+        queue = self._calls[connection]
+        found = queue.popleft()
         if queue:
-            connections[connection] = queue  # behind the others
-        if connections:
-            self._of[caller] = connections
-        return turn
+            connections.enter(connection)
+        else:
+            del self._calls[connection]
+        if connections.waiting:
+            self._callers.enter(caller)
+        return found
 
-    def charge(self, caller: tuple[Account, ...], seconds: float) -> None:
-        """The caller had a turn that took so long."""
-        self._had[caller] = max(self._had.get(caller, 0.0), self._least) + seconds
-        if len(self._had) > 2 * len(self._of) + _REMEMBERED:
-            self._had = {each: had for each, had in self._had.items() if each in self._of or had > self._least}
+    def charge(self, accounts: _Accounts, seconds: float) -> None:
+        """Somebody with these accounts had a turn that took so long."""
+        self._callers.charge(accounts[:1], seconds)
+        self._connections.setdefault(accounts[:1], _Line()).charge(accounts[-1:], seconds)
+        if len(self._connections) > 2 * len(self._callers.had) + _REMEMBERED:
+            self._connections = {
+                each: line for each, line in self._connections.items() if line.waiting or each in self._callers.had
+            }
 
 
 def _unnamed() -> tuple[Account, ...]:

@@ -79,6 +79,9 @@ class AttackedHost(RankHost):
             batch = KVEventBatch(1.0, [BlockStored(hashes, None, [7] * 400, 4, None, "GPU")])
             self.rank.events.publish(batch)
 
+    def publish_one_batch(self) -> None:
+        self.rank.events.publish(KVEventBatch(1.0, [BlockStored([1], None, [7] * 4, 4, None, "GPU")]))
+
     def addresses(self) -> tuple[str, str, str]:
         return self.rank.address, self._cache.address, self._index.address
 
