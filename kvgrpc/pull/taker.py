@@ -137,8 +137,8 @@ class Taker:
         return count, None
 
     def _ask(self, batch: _Batch, part: Found, count: int, room: int) -> Waiting[Lent]:
-        """What a holder lends. A busy one is asked again while shares that others have lent are on their way, which
-        would have to be lent anew. Raises KvGrpcError."""
+        """Returns what a holder lends. A busy one is asked again while shares that others have lent are on their way,
+        which would have to be lent anew. Raises KvGrpcError."""
         while True:
             left = batch.end - self._now()
             try:

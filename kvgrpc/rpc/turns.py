@@ -106,7 +106,7 @@ class Turns:
             self._begin(self._pieces, accounts)
 
     async def take_as_a_call(self) -> None:
-        """As ``take``; while hand-offs go on it waits among the steps of calls and rests as they do."""
+        """``take`` for a call: while hand-offs go on it waits among the steps of calls and rests as they do."""
         if self._in_a_step or not self.hurries:
             await self.take()
         elif self._busy:
@@ -197,7 +197,7 @@ class Turns:
 
 
 class _Line(Generic[K]):
-    """Who had least of the loop is next; who comes anew has had as much as whoever was next last."""
+    """A queue: who had least of the loop is next; who comes anew has had as much as whoever was next last."""
 
     def __init__(self) -> None:
         self.waiting: dict[K, None] = {}

@@ -42,7 +42,7 @@ POLL_SECONDS = 0.001
 
 
 class Channel(Protocol):
-    """Where an engine's requests come from, and where it says what became of them."""
+    """The source of an engine's requests, to which it says what became of them."""
 
     def receive(self, seconds: float | None = None) -> ToProcess | None:
         """The next message; None when none came within ``seconds``. Raises RouterGone."""

@@ -131,7 +131,7 @@ class AskedOverHttp:
             return None
 
     def tell(self, message: ToRouter) -> None:
-        """What the engine says of a room."""
+        """Returns what the engine says of a room."""
         if not isinstance(message, (AnswerToken, Finished, Prefilled, RoomFailed)):
             return
         with self._lock:

@@ -33,7 +33,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GenerateAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of a question: prefill has no tokens to tell. ``failure``: why there are none."""
+    """The end of a question: prefill has no tokens to tell. ``failure``: why there are none."""
 
     room: int = 0
     tokens: list[int] = []

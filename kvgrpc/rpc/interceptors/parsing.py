@@ -97,7 +97,7 @@ def _alike(data: bytes, at: int, behind: int, end: int) -> int:
 
 
 def _field_end(data: bytes, kind: int, at: int, end: int) -> tuple[int, int]:
-    """Where the field ends whose tag ends at ``at``, and where its content begins."""
+    """Returns where the field ends whose tag ends at ``at``, and where its content begins."""
     start = at
     if kind == _VARINT:
         at = _varint(data, at, end)[1]
