@@ -13,14 +13,12 @@ from collections.abc import Callable
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.rounds import Benchmark, Figures
 from benchmarks.harness.table import Metric
-from benchmarks.rows.native_index import BUILT, ENGINES, LOAD_SECONDS, fleet
+from benchmarks.rows.native_index import BUILT, ENGINES, LOAD_SECONDS, TIMES_AS_MANY, fleet
 
 DIRECT = "index.native.direct"
 APPLY, MEMORY = f"{DIRECT}.apply", f"{DIRECT}.memory"
 OURS, DYNAMO = BUILT / "examples/direct", BUILT / "beside-dynamo"
 CRATE = "dynamo-kv-router 1.6.1"
-# Of the two sizes of an index that are compared the smaller one, in blocks of an engine.
-FEW = 1_024
 
 # What a program says that was run with these blocks, seconds and task.
 Run = Callable[[int, float, str], dict[str, float]]
@@ -112,8 +110,8 @@ class Applied(_Side):
 
 
 class Grown(_Side):
-    """By how much a process grows for each distinct block, of which half of the engines have each."""
+    """By how much a process grows for each distinct block more, of which half of the engines have each."""
 
     def turn(self) -> Figures:
-        few, many = self._said("half", FEW)["rss"], self._said("half")["rss"]
-        return {MEMORY: (many - few) / (2 * (self._blocks - FEW))}
+        few, many = self._said("half")["rss"], self._said("half", TIMES_AS_MANY * self._blocks)["rss"]
+        return {MEMORY: (many - few) / (2 * (TIMES_AS_MANY - 1) * self._blocks)}
