@@ -28,6 +28,9 @@ LONGEST_REST_SECONDS = 0.15
 _NEVER = 0.0, 0.0
 # A step of a call that takes so long rests as long again, and one that takes n times as long n times as long.
 SHORT_SECONDS = 0.0005
+# A turn of the loop that takes less does nothing but look for news, and it looks in each fourth turn at least: after so
+# many of them, one behind the other, nobody wants the loop.
+_IDLE_SECONDS, _IDLE_TURNS = 30e-6, 8
 # Callers that do not wait whose time is known.
 _REMEMBERED = 256
 
@@ -40,9 +43,10 @@ _Turn = tuple[_Accounts, "asyncio.Future[None]"]
 class Turns:
     """Who does what takes milliseconds of an event loop asks for a turn before each piece of it.
 
-    Between two pieces the loop is everybody else's for as long as the first took, so that long work of all callers
-    together has half of the loop's time at most. Callers that wait get one piece after the other, and so do the
-    connections of each, however much they ask and however many they are. Belongs to one event loop.
+    Between two pieces the loop is everybody else's for as long as the first took, or until it has nothing to do: long
+    work of all callers together has half of the time at most of a loop that others want too. Callers that wait get one
+    piece after the other, and so do the connections of each, however much they ask and however many they are. Belongs
+    to one event loop.
 
     While hand-offs go on here (``hurry``) every step of a call is such a piece (``in_turns``), and its rest is longer
     where this thread had to wait for a processor or for the interpreter: a loop that always has a step to do wants a
@@ -167,7 +171,10 @@ class Turns:
         ended = (time.monotonic(), time.thread_time()) if self._ended is _NEVER else self._ended
         wall, own = ended[0] - self._began[0], ended[1] - self._began[1]
         among.charge(accounts, own)
-        if among is self._pieces or not self.hurries:
+        if not self.hurries:
+            self._rest_until_idle(loop, loop.time() + own, 0, ended[1])
+            return
+        if among is self._pieces:
             # What a session brings is not to wait longer, however many bring much.
             loop.call_later(own, self._next)
             return
@@ -178,6 +185,15 @@ class Turns:
             self._next(self._pieces)
         else:
             self._resting = loop.call_later(self._owed, self._next)
+
+    def _rest_until_idle(self, loop: asyncio.AbstractEventLoop, end: float, idle: int, before: float) -> None:
+        """``idle``: turns of the loop without anything to do, one after the other; ``before``: this thread's clock."""
+        now = time.thread_time()
+        idle = idle + 1 if now - before < _IDLE_SECONDS else 0
+        if idle > _IDLE_TURNS or loop.time() >= end:
+            self._next()
+        else:
+            loop.call_soon(self._rest_until_idle, loop, end, idle, now)
 
     def _next(self, first: _Waiting | None = None) -> None:
         """``first``: whose turn it is, if any wait there; else that of steps."""
