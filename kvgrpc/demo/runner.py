@@ -299,7 +299,13 @@ class _Demo:
 def _storage(backend: str) -> Iterator[dict[str, str]]:
     """Config of a storage backend that lasts as long as the demo."""
     if backend == "file":
-        with TemporaryDirectory(prefix="kvgrpc-demo-") as folder:
+        with ExitStack() as stack:
+            # One that came between its making and its being known would leave it behind.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+            try:
+                folder = stack.enter_context(TemporaryDirectory(prefix="kvgrpc-demo-"))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             yield {"path": folder}
     else:
         with LocalStore(owner_bytes=STORE_BYTES) as store:
