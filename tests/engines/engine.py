@@ -127,6 +127,10 @@ class Engine:
     def generate(self, prompt: list[int], new_tokens: int, **extra: Any) -> Request:
         return self._ask("generate", ids=prompt, n=new_tokens, extra=extra)
 
+    def generate_at(self, replica: int, prompt: list[int], new_tokens: int, **extra: Any) -> Request:
+        """At the data-parallel replica of the router's choice (vLLM)."""
+        return self._ask("generate", ids=prompt, n=new_tokens, extra=extra, dp=replica)
+
     def generate_samples(self, prompt: list[int], new_tokens: int, samples: int, **extra: Any) -> Request:
         """Of one request; its ``value`` has the tokens of each (SGLang)."""
         return self._ask("samples", ids=prompt, n=new_tokens, samples=samples, extra=extra)
@@ -395,6 +399,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((LOCAL, 0))
         return int(probe.getsockname()[1])
+
+
+def free_ports(count: int) -> int:
+    """The first of so many, one behind the other."""
+    while True:
+        first = free_port()
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind((LOCAL, port))
+            return first
 
 
 def _processes(arguments: Mapping[str, Any]) -> int:

@@ -108,6 +108,14 @@ class WindowReference(Reference):
         return Cohere2ForCausalLM(Cohere2Config(**{**_sizes(size), **more}, sliding_window=WINDOW, layer_types=kinds))
 
 
+class ExpertReference(Reference):
+    """A Mixtral: each token is computed by two of four experts."""
+
+    def _make(self, size: Size) -> Any:
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64, "sliding_window": None}
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**_sizes(size), **experts))
+
+
 class LatentReference(Reference):
     """A DeepSeek V2 without experts: one latent a token and layer, whatever the number of heads (MLA)."""
 

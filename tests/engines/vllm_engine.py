@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvgrpc.transfer import room_from_transfer_id
-from tests.engines.engine import LOCAL, ROOT, Engine, Pair, Request, common_environment, free_port
+from tests.engines.engine import LOCAL, ROOT, Engine, Pair, Request, common_environment, free_ports
 
 BLOCK = 32
 CONNECTOR = {"kv_connector": "KvGrpcConnector", "kv_connector_module_path": "kvgrpc.engines.vllm"}
@@ -65,7 +65,7 @@ class VllmPair(Pair):
         prefill: Mapping[str, Any] | None = None,
         decode: Mapping[str, Any] | None = None,
     ) -> None:
-        port = free_port()
+        port = free_ports(int((prefill or {}).get("data_parallel_size", 1)))  # one for each replica
         self.engine_ids: dict[str, str] = {}
         self._starts = itertools.count(1)
         common = vllm_arguments(model, tp)

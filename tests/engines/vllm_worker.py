@@ -26,6 +26,7 @@ class VllmWorker(Worker):
         """What the answer says of the hand-off, which proxies pass on."""
         from vllm import SamplingParams
 
+        prompt = {"prompt_token_ids": message["ids"]}
         sampling = SamplingParams(
             max_tokens=message["n"],
             temperature=0,
@@ -34,7 +35,8 @@ class VllmWorker(Worker):
             extra_args={"kv_transfer_params": message["extra"]} if message["extra"] else None,
         )
         number, answered = str(message["id"]), None
-        async for output in self._engine.generate({"prompt_token_ids": message["ids"]}, sampling, number):
+        replica = message.get("dp")  # as a router's header X-data-parallel-rank says
+        async for output in self._engine.generate(prompt, sampling, number, data_parallel_rank=replica):
             (only,) = output.outputs
             if only.finish_reason in ("error", "abort"):
                 raise RuntimeError(f"finish_reason {only.finish_reason}")

@@ -8,9 +8,9 @@ from typing import Any
 from kvgrpc.engines.vllm.groups import has_state, is_served, untried_kinds
 from kvgrpc.errors import FeatureDisabled
 
-# Kinds of layers to hand over although nobody has seen it work, "MAMBA1,LINEAR", and pipeline stages of decode: the key
-# of kv_connector_extra_config, and the variable.
-UNTRIED, _VARIABLE, PIPELINE = "untried", "KVGRPC_UNTRIED", "pipeline"
+# Kinds of layers to hand over although nobody has seen it work, "MAMBA1,LINEAR", pipeline stages of decode, replicas of
+# a model with experts: the key of kv_connector_extra_config, and the variable.
+UNTRIED, _VARIABLE, PIPELINE, EXPERTS = "untried", "KVGRPC_UNTRIED", "pipeline", "experts"
 
 
 def check_supported(config: Any, kv_cache_config: Any) -> None:
@@ -34,10 +34,10 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
             "use --pipeline-parallel-size 1",
         ),
         (
-            parallel.data_parallel_size > 1,
+            parallel.data_parallel_size > 1 and EXPERTS not in _asked_for(config),
             "data parallelism of models with experts",
-            "its replicas step together, and a request does not say which of them computed it",
-            "start an engine for each dp rank",
+            "replicas of prefill were run, each with a bootstrap port, and replicas of decode never",
+            f'start an engine for each dp rank, or ask for it by name: "{UNTRIED}": "{EXPERTS}"',
         ),
         (
             parallel.decode_context_parallel_size > 1,

@@ -20,8 +20,11 @@ def register() -> None:
     import torch
     from vllm.platforms import current_platform
 
+    import vllm_on_cpu.expert_kernels
     import vllm_on_cpu.kernels
-    import vllm_on_cpu.recurrent_kernels  # noqa: F401  they define themselves
+    import vllm_on_cpu.recurrent_kernels
+
+    vllm_on_cpu.expert_kernels.register()
 
     # Where the processor has these vLLM takes other kernels, with weights packed for them. All machines shall run ours.
     for feature in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):

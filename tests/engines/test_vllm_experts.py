@@ -1,0 +1,84 @@
+"""Two data-parallel replicas of a model with experts, which compute each layer's experts together (wide EP is the same
+with more of them): each has a KV cache of its own, and decode takes a prompt from the one that computed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.engine import LOCAL
+from tests.engines.model import Case, ExpertReference
+from tests.engines.vllm_engine import BLOCK, VllmPair
+
+pytestmark = pytest.mark.timeout(900)
+REPLICAS = 2
+LENGTHS = [3, BLOCK, BLOCK + 1, 100]
+# Some proxies leave the hand-off's name to prefill, and give decode what it answers.
+ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> ExpertReference:
+    return ExpertReference(tmp_path_factory.mktemp("experts"))
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path, experts: ExpertReference) -> Iterator[VllmPair]:
+    pair = VllmPair(
+        folder,
+        experts.path,
+        # The second replica asks for a second memory node, which most machines that test this lack.
+        environment={"KVGRPC_UNTRIED": "experts", "VLLM_CPU_SIM_MULTI_NUMA": "0"},
+        prefill={"data_parallel_size": REPLICAS, "enforce_eager": True},
+        decode={"enforce_eager": True},
+    )
+    pair.wait_ready()
+    yield pair
+    pair.close()
+
+
+def other(experts: ExpertReference, case: Case) -> list[int]:
+    """A prompt with the same last token: whoever is told it has the tokens of ``case`` by its pages alone."""
+    return [*experts.case(len(case.prompt)).prompt[:-1], case.prompt[-1]]
+
+
+@pytest.mark.parametrize("replica", range(REPLICAS))
+def test_decode_takes_the_prompt_from_the_replica_that_the_router_named(
+    pair: VllmPair, experts: ExpertReference, replica: int
+) -> None:
+    for case in map(experts.case, LENGTHS):
+        room = pair.room()
+        address: dict[str, Any] = {"remote_bootstrap_addr": f"http://{LOCAL}:{pair.bootstrap_port + replica}"}
+        prefill = pair.prefill.generate_at(replica, case.prompt, 1, **pair.at_prefill(room))
+        decode = pair.decode.generate(other(experts, case), len(case.tokens), **{**pair.at_decode(room), **address})
+        assert decode.result() == case.tokens
+        assert prefill.result() == case.tokens[:1]
+
+
+def test_prefill_answers_which_replica_has_the_prompt(pair: VllmPair, experts: ExpertReference) -> None:
+    """vLLM chooses it."""
+    answered = set()
+    for case in map(experts.case, [50] * 6):
+        prefill = pair.prefill.generate(case.prompt, 1, **ASKED)
+        prefill.result()
+        decode = pair.decode.generate(other(experts, case), len(case.tokens), **prefill.value)
+        assert decode.result() == case.tokens
+        answered.add(prefill.value["remote_bootstrap_addr"])
+    assert answered <= {f"http://{LOCAL}:{pair.bootstrap_port + replica}" for replica in range(REPLICAS)}
+
+
+def test_requests_at_once_leave_no_page_behind(pair: VllmPair, experts: ExpertReference) -> None:
+    cases = [experts.case(60 + length) for length in range(6)]
+    prefills = [pair.prefill.generate(case.prompt, 1, **ASKED) for case in cases]
+    for prefill in prefills:
+        prefill.result()
+    decodes = [
+        pair.decode.generate(case.prompt, len(case.tokens), **prefill.value)
+        for case, prefill in zip(cases, prefills, strict=True)
+    ]
+    assert [decode.result() for decode in decodes] == [case.tokens for case in cases]
+    assert pair.prefill.is_empty() and pair.decode.is_empty()
