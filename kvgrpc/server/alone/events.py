@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import grpc
 
 import kvgrpc
-from kvgrpc.errors import ServerDraining
 from kvgrpc.events import EventPublisher
 from kvgrpc.events.servicer import MAX_WATCHES, EventServicer
 from kvgrpc.net import check_listen
 from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.server.alone.draining import DrainsAtOnce
 from kvgrpc.server.check import check_call_limits
 from kvgrpc.server.port.callers import CallersHere
 from kvgrpc.server.port.description import ServerInfo, limits_to_pb
@@ -27,11 +27,13 @@ _SERVICES = ("kvgrpc.v1.EventService", "kvgrpc.v1.ServerService")
 _SECONDS = 10.0
 
 
-class EventServer:
+class EventServer(DrainsAtOnce):
     """Serves ListStreams and Watch of one publisher. ``open`` and ``close`` block; ``address`` is what was bound.
 
     The publisher stays its owner's, who shuts it down. ``healthy``: of what fills it; without it, the publisher's.
     """
+
+    _servicer: EventServicer
 
     def __init__(
         self,
@@ -62,19 +64,6 @@ class EventServer:
 
     def close(self) -> None:
         self._loop.run(self._close(), _SECONDS)
-
-    async def drain(self, grace: float) -> tuple[bool, int]:
-        """Ends the Watches."""
-        self._servicer.drain()
-        await self._listener.drain()
-        return True, 0
-
-    async def undrain(self, end_drain: Callable[[], Awaitable[None]]) -> None:
-        if self._closing:
-            raise ServerDraining(f"{self.address} is about to end")
-        await end_drain()
-        self._servicer.undrain()
-        self._listener.undrain()
 
     async def _open(self) -> None:
         bound = await self._listener.start(self._add_servicers, self._listen, self._security)

@@ -6,17 +6,16 @@ import gc
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from kvgrpc.errors import ServerDraining
 from kvgrpc.net import check_listen
 from kvgrpc.observability.http import StatusServer
 from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.server.alone.draining import DrainsAtOnce
 from kvgrpc.server.check import check_call_limits
-from kvgrpc.server.port.listener import Listener
 
 _START_SECONDS = 10.0
 
@@ -29,23 +28,12 @@ class OpenClose(Protocol):
     def close(self) -> None: ...
 
 
-class Drains(Protocol):
-    """A servicer that turns new calls away until it is told to go on."""
-
-    def drain(self) -> None: ...
-
-    def undrain(self) -> None: ...
-
-
 Served = TypeVar("Served", bound=OpenClose)
 Alone = TypeVar("Alone", bound="ServerAlone")
 
 
-class ServerAlone(ABC):
+class ServerAlone(DrainsAtOnce, ABC):
     """A service on a port of its own, and a status port beside it. ``open`` and ``close`` block."""
-
-    _listener: Listener
-    _servicer: Drains
 
     def __init__(
         self,
@@ -86,20 +74,6 @@ class ServerAlone(ABC):
         self._loop.run(self._close(), _START_SECONDS)
         if self._status is not None:
             self._status.close()
-
-    async def drain(self, grace: float) -> tuple[bool, int]:
-        """Nothing is held here that a drain would have to wait for."""
-        self._servicer.drain()
-        await self._listener.drain()
-        return True, 0
-
-    async def undrain(self, end_drain: Callable[[], Awaitable[None]]) -> None:
-        """Raises ServerDraining: who ends takes no drain back."""
-        if self._closing:
-            raise ServerDraining(f"{self.address} is about to end")
-        await end_drain()
-        self._servicer.undrain()
-        self._listener.undrain()
 
     @abstractmethod
     async def _open(self) -> None: ...

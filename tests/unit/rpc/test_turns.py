@@ -235,13 +235,15 @@ async def test_no_more_calls_are_taken_than_may_wait_for_their_turns(monkeypatch
     assert await asyncio.wait_for(asyncio.gather(*taken), 60) == ["greedy"] * 20
 
 
-async def test_a_call_that_is_cancelled_while_it_waits_for_its_turn_hears_of_it() -> None:
+@pytest.mark.parametrize("steps", [1, 0], ids=["while it waits for its turn", "while it awaits"])
+async def test_a_call_that_is_cancelled_hears_of_it_at_once(steps: int) -> None:
     turns, heard = Turns.of_this_loop(), list[str]()
     turns._hurries_until = float("inf")
 
     async def call() -> None:
         try:
-            await asyncio.sleep(0)
+            for _ in range(steps):
+                await asyncio.sleep(0)
             await asyncio.get_running_loop().create_future()
         finally:
             heard.append("ends")
@@ -302,24 +304,3 @@ async def test_while_hand_offs_go_on_who_had_least_of_the_loop_is_next() -> None
     before = order[: max(at for at, name in enumerate(order) if name == "good")]
     # One of each of the others for its first turns, and one step of somebody between each two of its own.
     assert sum(name != "good" for name in before) < 40 < len(order)
-
-
-async def test_a_call_that_is_cancelled_while_it_awaits_hears_of_it_at_once() -> None:
-    turns, heard = Turns.of_this_loop(), list[str]()
-    turns._hurries_until = float("inf")
-
-    async def call() -> None:
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            heard.append("ends")
-
-    async def made() -> None:
-        await turns.in_turns(call())
-
-    task = asyncio.create_task(made())
-    await asyncio.sleep(0.01)  # a slow part
-    turns._busy = True  # somebody's piece, that rests long
-    task.cancel()
-    assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
-    assert heard == ["ends"]
