@@ -1,4 +1,5 @@
-"""`.ci/run` has a failed test run once more: a few may pass then, many may not, and one that fails twice has failed."""
+"""`.ci/run` has a failed test run once more: a few may pass then, many may not. One that fails twice has failed, unless
+it passes in a process of its own, which counts as one more."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import pytest
 
 from tests.conftest import MOST_RERUNS, TALLY
 
+pytestmark = pytest.mark.timeout(400)  # each starts processes of pytest
 ROOT = Path(__file__).parents[2]
 UNSTEADY = """
 import pathlib, pytest
@@ -38,6 +40,13 @@ def test_all_processes_of_a_run_share_the_few(tmp_path: Path) -> None:
     assert not run_unsteady(tmp_path / "third", 1, 1, tally)
 
 
+@pytest.mark.parametrize(("failures", "passes"), [(2, True), (3, False)])
+def test_one_that_fails_twice_is_tried_in_a_process_of_its_own(tmp_path: Path, failures: int, passes: bool) -> None:
+    tally = tmp_path / "tally"
+    assert run_unsteady(tmp_path / "run", 1, failures, {TALLY: str(tally)}) == passes
+    assert tally.read_text().split() == ["2"], "the rerun and this"
+
+
 def run_unsteady(folder: Path, tests: int, failures: int, tally: dict[str, str] | None = None) -> bool:
     """Runs so many tests that fail so many times each; True if the run passed."""
     folder.mkdir(exist_ok=True)
@@ -46,7 +55,7 @@ def run_unsteady(folder: Path, tests: int, failures: int, tally: dict[str, str] 
     command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", f"--rootdir={folder}", "--reruns=1", "-raR"]
     environment = {name: value for name, value in os.environ.items() if name != TALLY} | (tally or {})
     done = subprocess.run(
-        [*command, str(folder)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=50
+        [*command, str(folder)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.count("RERUN") == (tests if failures else 0), done.stdout + done.stderr
     return done.returncode == 0
