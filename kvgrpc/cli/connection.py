@@ -71,7 +71,7 @@ _OPTIONS = (
 
 def secret_of_the_environment() -> str:
     """Of KVGRPC_TOKEN; empty: it is not set."""
-    from kvgrpc.rpc.security import checked_token
+    from kvgrpc.rpc.credentials.secrets import checked_token
 
     secret = os.environ.get("KVGRPC_TOKEN", "")
     return checked_token(secret, "KVGRPC_TOKEN") if secret else ""

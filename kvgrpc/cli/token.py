@@ -16,7 +16,8 @@ def token(target: str, token_file: str | None) -> None:
 
     TARGET is the HOST:PORT or unix:/path that is dialled. grpcurl -H "$(kvgrpc token 10.0.0.7:9001)" 10.0.0.7:9001 ...
     """
-    from kvgrpc.rpc.security import AUTHORIZATION, ClientSecurity
+    from kvgrpc.rpc.credentials.tokens import AUTHORIZATION
+    from kvgrpc.rpc.security import ClientSecurity
 
     check_target(target, "TARGET")
     secret = "" if token_file else secret_of_the_environment()

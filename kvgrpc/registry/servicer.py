@@ -21,8 +21,7 @@ from kvgrpc.registry.streams import MissingStreams
 from kvgrpc.registry.watching import Watching
 from kvgrpc.rpc.callers import NewsReader, check_scope, check_speaker
 from kvgrpc.rpc.turns import PIECE_SECONDS, in_pieces, next_turn
-from kvgrpc.rpc.waiters import Waiters
-from kvgrpc.rpc.waiting import longest_wait
+from kvgrpc.rpc.waiters import Waiters, longest_wait
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1 import registry_service_pb2_grpc
 from kvgrpc.v1.server_service_pb2 import RegistryLimits

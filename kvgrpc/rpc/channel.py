@@ -10,6 +10,7 @@ import grpc
 
 from kvgrpc import forks
 from kvgrpc.net import check_target, is_unix, split
+from kvgrpc.rpc.credentials.tokens import AUTHORIZATION
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.options import (
     CHANNEL_OPTIONS,
@@ -21,7 +22,7 @@ from kvgrpc.rpc.options import (
     server_name,
     with_pings,
 )
-from kvgrpc.rpc.security import AUTHORIZATION, ClientSecurity
+from kvgrpc.rpc.security import ClientSecurity
 
 # Streams last as long as their readers want; the library asks for some bound.
 _CALLS_END_SECONDS = 365 * 86_400.0

@@ -1,57 +1,27 @@
-"""Who may talk to whom, and how: TLS, the secrets of tokens, and the three roles of callers.
+"""The settings of who may talk to whom, and how: TLS, the secrets of tokens, and the three roles of callers.
 
 Structural: a server that others can reach and nothing protects exists only where ``insecure`` says so; so does a token
-in plaintext.
+in plaintext. ``credentials/`` has what proves it.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
-import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import grpc
 
-from kvgrpc.errors import (
-    AddressNotAllowed,
-    CredentialsExpired,
-    CredentialsInvalid,
-    InvalidRequest,
-    KvGrpcError,
-    WrongAudience,
-)
+from kvgrpc.errors import AddressNotAllowed, InvalidRequest, KvGrpcError
 from kvgrpc.net import check_target, is_local, target_of
-from kvgrpc.rpc import tokens
-from kvgrpc.rpc.audience import Audiences
-from kvgrpc.rpc.reloading import ReloadedFile, stamp_of
-from kvgrpc.rpc.tls import ServerCertificates, client_credentials
+from kvgrpc.rpc.credentials.reloading import ReloadedFile, stamp_of
+from kvgrpc.rpc.credentials.secrets import CallerRole, Token, checked_token
+from kvgrpc.rpc.credentials.tls import ServerCertificates, client_credentials
+from kvgrpc.rpc.credentials.token_table import TokenTable
+from kvgrpc.rpc.credentials.tokens import HeaderSource
 
-AUTHORIZATION = "authorization"
-
-
-class CallerRole(enum.Enum):
-    """The role of a caller: a rank of an engine, a consumer of events, or an operator."""
-
-    RANK = "rank"
-    CONSUMER = "consumer"
-    OPERATOR = "operator"
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """The secret that a caller makes its bearer tokens with, and what its holder is.
-
-    ``name``: whose it is; of a rank's token the engines that its holder may speak for, "prefill-*", and
-    ``engine_role``, "prefill" or "decode", as what. Empty: any.
-    """
-
-    role: CallerRole
-    secret: str = field(repr=False)
-    name: str = ""
-    engine_role: str = ""
+# With the words that the settings are written in.
+__all__ = ["CallerRole", "ClientSecurity", "ServerSecurity", "Token"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +81,10 @@ class ServerSecurity:
             return None
         return ServerCertificates(self.cert_file, self.key_file, self.client_ca_file).credentials()
 
+    def token_table(self) -> TokenTable:
+        """The secrets of those who may call. Raises InvalidRequest for a file that is wrong or lets nobody in."""
+        return TokenTable(self.tokens, self.token_file, others_may_call=bool(self.client_ca_file))
+
 
 @dataclass(frozen=True, slots=True)
 class ClientSecurity:
@@ -163,7 +137,7 @@ class ClientSecurity:
         Raises InvalidRequest for a file without one.
         """
         secret = self._secret_source()
-        return None if secret is None else tokens.HeaderSource(secret, target_of(self.audience or address))
+        return None if secret is None else HeaderSource(secret, target_of(self.audience or address))
 
     def _secret_source(self) -> Callable[[], str] | None:
         if self.token:
@@ -173,139 +147,6 @@ class ClientSecurity:
             parse = functools.partial(checked_token, field="token_file", file=self.token_file)
             return ReloadedFile(self.token_file, "token_file", parse).value
         return None
-
-
-class TokenTable:
-    """The secrets of a server's callers, from its configuration and from the file that may change. Thread-safe."""
-
-    def __init__(self, security: ServerSecurity) -> None:
-        """Raises InvalidRequest for a file that cannot be read or parsed, or that lets nobody in. One that becomes
-        empty later takes all its tokens back.
-        """
-        self._configured = security.tokens
-        self._file = ReloadedFile(security.token_file, "tokens_file", parse_tokens) if security.token_file else None
-        if self._file is not None and not (self._file.value() or security.tokens or security.client_ca_file):
-            rule = "a file with a token, a line ROLE [NAME]:SECRET: without one nobody could call"
-            raise InvalidRequest.of("tokens_file", security.token_file, rule)
-        self._indexed: tuple[tuple[Token, ...], dict[str, Token]] = (), {}
-
-    def check(self, header: str, audiences: Audiences, peer: str) -> Token:
-        """Whose token the authorization ``header`` of ``peer`` has.
-
-        Raises CredentialsInvalid, for an unknown secret and a wrong proof alike; only who has proven a secret is told
-        more, by WrongAudience and CredentialsExpired.
-        """
-        offered = tokens.BearerToken.read(header)
-        token = self._by_key_id().get(offered.key_id)
-        secret = _NOBODYS_SECRET if token is None else token.secret
-        proven = offered.is_made_with(tokens.audience_key(secret, offered.target))
-        if token is None or not proven:
-            raise CredentialsInvalid(
-                "the token is made with no key of this server: compare token_file (KVGRPC_TOKEN_FILE) here with "
-                "tokens_file there",
-                metadata={"scheme": "bearer"},
-            )
-        if not audiences.include(offered.target, peer):
-            local = " (a loopback address and a Unix socket count on their own host only)"
-            raise WrongAudience(
-                f"the token is for {offered.target}, and this server is {audiences}"
-                f"{local if is_local(offered.target) else ''}: dial it so, or add the target to its setting audience "
-                "(--audience, KVGRPC_AUDIENCE)",
-                metadata={"target": offered.target, "audiences": audiences},
-            )
-        _check_age(offered.made_at)
-        return token
-
-    def _by_key_id(self) -> dict[str, Token]:
-        of_the_file = self._file.value() if self._file is not None else ()
-        indexed, found = self._indexed
-        if not found or indexed is not of_the_file:
-            found = {tokens.key_id(token.secret): token for token in (*self._configured, *of_the_file)}
-            self._indexed = of_the_file, found
-        return found
-
-
-_NOBODYS_SECRET = "so that an unknown key takes as long as a known one"
-
-
-def _check_age(made_at: int) -> None:
-    age = int(time.time()) - made_at
-    if abs(age) > tokens.CLOCK_SKEW_SECONDS:
-        when = f"{age} s ago" if age > 0 else f"{-age} s ahead"
-        raise CredentialsExpired(
-            f"the token is of {when} by this server's clock, and holds for {tokens.CLOCK_SKEW_SECONDS} s: make a new "
-            "one for each call; if that does not help, the clocks differ (set them by NTP)",
-            metadata={"ageSeconds": age, "limitSeconds": tokens.CLOCK_SKEW_SECONDS},
-        )
-
-
-def parse_tokens(text: str) -> tuple[Token, ...]:
-    """Lines "role:secret", with a name or a scope before the colon: "consumer router-a:secret",
-    "rank prefill-* role=prefill:secret". Blank lines and # comments are skipped.
-
-    Raises InvalidRequest naming the line, also for a secret that is soon guessed from a token, and for a line that
-    gives one another role, name or scope: whoever has it would be what the last line says.
-    """
-    found: dict[str, tuple[int, Token]] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip() and not line.strip().startswith("#"):
-            token = _token_of(line)
-            if token is None:
-                # The line itself may hold a secret.
-                rule = (
-                    "ROLE [NAME]:SECRET with rank, consumer or operator, or rank ENGINES [role=prefill|decode]:SECRET"
-                )
-                raise InvalidRequest.of("tokens", f"line {number}", rule)
-            if len(token.secret) < tokens.SHORTEST_SECRET:
-                rule = f"a secret of at least {tokens.SHORTEST_SECRET} characters: openssl rand -hex 32"
-                raise InvalidRequest.of("tokens", f"line {number}", rule)
-            first, before = found.setdefault(token.secret, (number, token))
-            if before != token:
-                same = f"the same on lines {first} and {number}"
-                raise InvalidRequest.of("tokens", same, "secrets that have one role, name and scope each")
-    return tuple(token for _, token in found.values())
-
-
-_ROLE_NAMES = {role.value for role in CallerRole}
-_ENGINE_PATTERN = re.compile(r"[A-Za-z0-9._*?-]{1,128}")
-
-
-def _token_of(line: str) -> Token | None:
-    words, colon, secret = line.strip().partition(":")
-    role, *scope = words.split() or [""]
-    if not colon or not secret.strip() or role not in _ROLE_NAMES:
-        return None
-    engine_role = ""
-    if role == CallerRole.RANK.value and scope and scope[-1].startswith("role="):
-        engine_role = scope.pop().removeprefix("role=")
-        if engine_role not in ("prefill", "decode"):
-            return None
-    if len(scope) > 1 or not all(_ENGINE_PATTERN.fullmatch(name) for name in scope):
-        return None
-    return Token(CallerRole(role), secret.strip(), "".join(scope), engine_role)
-
-
-def checked_token(text: str, field: str, file: str = "") -> str:
-    """The one word of ``text``. Raises InvalidRequest saying what is wrong with it, without showing it.
-
-    ``field``: the setting or variable that it comes from, ``file``: the file, if it comes from one.
-    """
-    token = text.strip()
-    wrong = _wrong_with(token)
-    if wrong:
-        where = f"{file}: " if file else ""
-        raise InvalidRequest.of(field, where + wrong, "one word of printable ASCII characters")
-    return token
-
-
-def _wrong_with(token: str) -> str:
-    if not token:
-        return "nothing"
-    if any(character.isspace() for character in token):
-        return "text with white space in it"
-    if not token.isascii():
-        return "text with characters that are not ASCII"
-    return "" if token.isprintable() else "text with control characters"
 
 
 def _not_allowed(text: str, address: str) -> KvGrpcError:

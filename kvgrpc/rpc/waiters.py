@@ -9,6 +9,9 @@ from typing import Generic, TypeVar
 from kvgrpc.errors import ServerDraining
 from kvgrpc.rpc.shares import Shares
 
+# Below what a server grants a call that has no deadline.
+LONGEST_WAIT_SECONDS = 50.0
+
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -78,3 +81,13 @@ class Waiters(Generic[Key]):
 
     def _refusal(self) -> ServerDraining:
         return ServerDraining(self._draining_text, retry_after=1.0)
+
+
+def longest_wait(remaining: float | None) -> float:
+    """Seconds, of a call that has ``remaining`` seconds left (None: no deadline).
+
+    Until shortly before the deadline, so that the client gets an answer and not a timeout.
+    """
+    if remaining is None:
+        return LONGEST_WAIT_SECONDS
+    return max(remaining - min(0.25, remaining / 4), 0.0)

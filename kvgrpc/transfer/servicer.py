@@ -19,7 +19,7 @@ from kvgrpc.paging import numbers_token, page_size, page_token, read_numbers_tok
 from kvgrpc.rpc.callers import caller
 from kvgrpc.rpc.security import CallerRole
 from kvgrpc.rpc.turns import in_pieces
-from kvgrpc.rpc.waiting import longest_wait
+from kvgrpc.rpc.waiters import longest_wait
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import engines
 from kvgrpc.transfer.protocol.failures import cancelled

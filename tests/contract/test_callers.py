@@ -14,8 +14,9 @@ from kvgrpc.errors import CredentialsInvalid, IdentityMismatch, InvalidRequest, 
 from kvgrpc.model import RankId, RankRef, Role, new_epoch
 from kvgrpc.rpc.callers import CALLER, Caller, check_speaker
 from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.credentials.secrets import parse_tokens
 from kvgrpc.rpc.interceptors import Admission, CallLimits
-from kvgrpc.rpc.security import ServerSecurity, parse_tokens
+from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.server.port.listener import Listener
 from kvgrpc.v1 import common_pb2, registry_service_pb2
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub

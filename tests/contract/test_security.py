@@ -31,12 +31,12 @@ from kvgrpc.errors import (
 )
 from kvgrpc.observability import metrics
 from kvgrpc.observability.logging import RateLimited
-from kvgrpc.rpc import reloading
 from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.credentials import reloading
+from kvgrpc.rpc.credentials.tokens import authorization
 from kvgrpc.rpc.interceptors import ALLOWED
 from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity, Token
 from kvgrpc.rpc.server import add_methods
-from kvgrpc.rpc.tokens import authorization
 from kvgrpc.server import settings
 from kvgrpc.server.port.listener import Listener
 from tests.contract.certificates import OPENSSL, Authority, Certificate

@@ -24,10 +24,10 @@ from kvgrpc.client import (
     SyncPrefixIndex,
 )
 from kvgrpc.errors import InvalidRequest, PeerUnreachable
-from kvgrpc.rpc import tls
 from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.credentials import tls
+from kvgrpc.rpc.credentials.tls import ServerCertificates
 from kvgrpc.rpc.security import CallerRole, ServerSecurity, Token
-from kvgrpc.rpc.tls import ServerCertificates
 from kvgrpc.server import RegistryServer
 from kvgrpc.v1.prefetch_service_pb2 import PromptPages
 from tests.contract.certificates import OPENSSL, Authority, Certificate, openssl

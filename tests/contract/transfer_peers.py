@@ -21,7 +21,7 @@ import kvgrpc.dataplane
 from kvgrpc.errors import Failure
 from kvgrpc.model import Layout, Pool, PoolKind, RankId, RankRef, Region, new_epoch
 from kvgrpc.net import target_of
-from kvgrpc.rpc.tokens import authorization
+from kvgrpc.rpc.credentials.tokens import authorization
 from kvgrpc.transfer import KVReceiver, KVSender
 from kvgrpc.transfer.protocol.types import RoomKey
 from kvgrpc.v1 import common_pb2

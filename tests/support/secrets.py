@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 from kvgrpc.net import target_of
-from kvgrpc.rpc.security import ClientSecurity, Token, parse_tokens
-from kvgrpc.rpc.tokens import authorization
+from kvgrpc.rpc.credentials.secrets import parse_tokens
+from kvgrpc.rpc.credentials.tokens import authorization
+from kvgrpc.rpc.security import ClientSecurity, Token
 
 
 def secret(name: str) -> str:

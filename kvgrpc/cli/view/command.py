@@ -71,7 +71,7 @@ def page_of(client: SyncClient, listen: str, every: float, token: str = "", name
 
 def _token_of(file: str | None) -> str:
     """The one word of ``file``; empty without one."""
-    from kvgrpc.rpc.security import checked_token
+    from kvgrpc.rpc.credentials.secrets import checked_token
 
     if file is None:
         return ""

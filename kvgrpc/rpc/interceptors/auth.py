@@ -16,11 +16,13 @@ from kvgrpc.errors import (
 )
 from kvgrpc.net import caller_address, is_unix, split
 from kvgrpc.observability.logging import RateLimited, one_line
-from kvgrpc.rpc.audience import Audiences
 from kvgrpc.rpc.callers import CALLER, Caller, caller
+from kvgrpc.rpc.credentials.audience import Audiences
+from kvgrpc.rpc.credentials.token_table import TokenTable
+from kvgrpc.rpc.credentials.tokens import AUTHORIZATION
 from kvgrpc.rpc.interceptors.call import Behaviour, Context, Layer, Method
 from kvgrpc.rpc.methods import HEALTH_CHECK, roles_of
-from kvgrpc.rpc.security import AUTHORIZATION, CallerRole, ServerSecurity, TokenTable
+from kvgrpc.rpc.security import CallerRole, ServerSecurity
 
 _REFUSALS = (CredentialsInvalid, WrongAudience, CredentialsExpired, PermissionDenied, IdentityMismatch)
 
@@ -30,7 +32,7 @@ def auth(security: ServerSecurity, refused: RateLimited, audiences: Audiences) -
 
     ``refused`` hears of each call that was not the caller's to make: what its servicer refuses for the rank, too.
     """
-    tokens = TokenTable(security)
+    tokens = security.token_table()
 
     def layer(method: Method, inner: Behaviour) -> Behaviour:
         if not security.authenticates or (method.path == HEALTH_CHECK and security.health_without_token):

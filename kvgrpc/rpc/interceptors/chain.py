@@ -15,8 +15,8 @@ from google.protobuf.message import Message
 
 from kvgrpc.errors import FrameTooLarge, InvalidRequest
 from kvgrpc.observability.logging import RateLimited
-from kvgrpc.rpc.audience import Audiences
 from kvgrpc.rpc.callers import PEER
+from kvgrpc.rpc.credentials.audience import Audiences
 from kvgrpc.rpc.interceptors.admission import Admission
 from kvgrpc.rpc.interceptors.auth import auth
 from kvgrpc.rpc.interceptors.call import Behaviour, Context, Layer, Method

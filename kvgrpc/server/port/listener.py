@@ -15,7 +15,7 @@ from kvgrpc import forks
 from kvgrpc.errors import AddressNotAllowed
 from kvgrpc.net import advertised, split_with_port
 from kvgrpc.observability.logging import RateLimited, one_line
-from kvgrpc.rpc.audience import Audiences
+from kvgrpc.rpc.credentials.audience import Audiences
 from kvgrpc.rpc.interceptors import Admission, interceptors_of
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, Pings, server_options

@@ -12,10 +12,10 @@ from kvgrpc.observability.logging import one_line
 from kvgrpc.paging import page_size, page_token, read_page_token
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.rpc.callers import caller
+from kvgrpc.rpc.credentials.tls import certificate_end
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import CallerRole
-from kvgrpc.rpc.tls import certificate_end
 from kvgrpc.server.port.callers import CallersHere
 from kvgrpc.server.port.description import ServerInfo, port_security, versions
 from kvgrpc.v1 import common_pb2

@@ -11,9 +11,9 @@ import pytest
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import PermissionDenied, Reason
 from kvgrpc.net import target_of
-from kvgrpc.rpc.audience import Audiences
+from kvgrpc.rpc.credentials.audience import Audiences
+from kvgrpc.rpc.credentials.tokens import CLOCK_SKEW_SECONDS, authorization
 from kvgrpc.rpc.security import ServerSecurity
-from kvgrpc.rpc.tokens import CLOCK_SKEW_SECONDS, authorization
 from kvgrpc.server import RegistryServer
 from tests.contract.hostile.test_stolen_tokens import SECURITY, TOKENS, sent
 from tests.support.secrets import bearer, proof, secret
@@ -87,7 +87,8 @@ class TestAWildcard:
     @pytest.mark.parametrize("host", ["169.254.1.7", "[fe80::1]"])
     def test_a_link_local_number_is_of_every_network_and_counts_for_none(self, wide: RegistryServer, host: str) -> None:
         port = wide.address.rpartition(":")[2]
-        with mock.patch("kvgrpc.rpc.audience.socket.socket.bind", lambda *_: None):  # as where the host has it
+        # As where the host has it.
+        with mock.patch("kvgrpc.rpc.credentials.audience.socket.socket.bind", lambda *_: None):
             header = bearer("boss", f"{host}:{port}")
             assert sent(f"127.0.0.1:{port}", LIST_ENGINES, header) is Reason.WRONG_AUDIENCE
 

@@ -13,9 +13,9 @@ import pytest
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import KvGrpcError, Reason
 from kvgrpc.model import Layout, RankId, RankRef, new_epoch
+from kvgrpc.rpc.credentials.tokens import BearerToken
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.status import error_from
-from kvgrpc.rpc.tokens import BearerToken
 from kvgrpc.server import IndexServer, RegistryServer
 from kvgrpc.transfer import KVPoll
 from kvgrpc.v1 import common_pb2
@@ -260,5 +260,5 @@ def test_a_header_that_was_kept_is_worth_nothing_two_minutes_later(
     header, path = bearer("boss", registry.address), "/kvgrpc.v1.RegistryService/ListEngines"
     assert sent(registry.address, path, header) is None
     later = time.time() + 120
-    monkeypatch.setattr("kvgrpc.rpc.security.time.time", lambda: later)
+    monkeypatch.setattr("kvgrpc.rpc.credentials.token_table.time.time", lambda: later)
     assert sent(registry.address, path, header) is Reason.CREDENTIALS_EXPIRED

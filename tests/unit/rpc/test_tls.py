@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvgrpc.rpc.tls import certificate_end
+from kvgrpc.rpc.credentials.tls import certificate_end
 from tests.contract.certificates import OPENSSL, Authority, openssl
 
 pytestmark = pytest.mark.skipif(OPENSSL is None, reason="needs the openssl command")

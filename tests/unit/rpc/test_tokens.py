@@ -12,16 +12,17 @@ import pytest
 from kvgrpc.cli.main import main
 from kvgrpc.errors import CredentialsExpired, CredentialsInvalid, InvalidRequest, KvGrpcError, WrongAudience
 from kvgrpc.net import target_of
-from kvgrpc.rpc import tokens
-from kvgrpc.rpc.audience import Audiences
-from kvgrpc.rpc.security import ClientSecurity, ServerSecurity, TokenTable, parse_tokens
+from kvgrpc.rpc.credentials import tokens
+from kvgrpc.rpc.credentials.audience import Audiences
+from kvgrpc.rpc.credentials.secrets import parse_tokens
+from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from tests.conformance.tokens.make_vectors import vectors
 from tests.support.secrets import bearer, secret, tokens_of
 
 VECTORS = Path(__file__).parents[2] / "conformance/tokens/vectors.json"
 TARGET, PEER = "10.0.0.7:9001", "ipv4:10.0.0.9:41234"
 AUDIENCES = Audiences([TARGET])
-BOSS = TokenTable(ServerSecurity(tokens=tokens_of("operator:boss\nrank decode-7 role=decode:seven")))
+BOSS = ServerSecurity(tokens=tokens_of("operator:boss\nrank decode-7 role=decode:seven")).token_table()
 
 
 @pytest.mark.parametrize("vector", json.loads(VECTORS.read_text()), ids=lambda vector: vector["address"])
@@ -151,17 +152,17 @@ def test_a_file_that_lets_nobody_in_is_refused_at_the_start(content: str, tmp_pa
     file = tmp_path / "tokens"
     file.write_text(content)
     with pytest.raises(InvalidRequest) as refused:
-        TokenTable(ServerSecurity(token_file=str(file)))
+        ServerSecurity(token_file=str(file)).token_table()
     assert str(file) in str(refused.value) and "hush" not in str(refused.value)
-    TokenTable(ServerSecurity(token_file=str(file), tokens=tokens_of("operator:other")))
-    TokenTable(ServerSecurity(token_file=str(file), client_ca_file="ca.pem"))
+    ServerSecurity(token_file=str(file), tokens=tokens_of("operator:other")).token_table()
+    ServerSecurity(token_file=str(file), client_ca_file="ca.pem").token_table()
 
 
 def test_a_file_that_becomes_empty_takes_its_tokens_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvgrpc.rpc.reloading.CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("kvgrpc.rpc.credentials.reloading.CHECK_SECONDS", 0.0)
     file = tmp_path / "tokens"
     file.write_text(f"operator:{secret('hush')}")
-    table = TokenTable(ServerSecurity(token_file=str(file)))
+    table = ServerSecurity(token_file=str(file)).token_table()
     monkeypatch.setattr(table._file, "_next_look", 0.0)
     table.check(bearer("hush", TARGET), AUDIENCES, PEER)
     file.write_text("")

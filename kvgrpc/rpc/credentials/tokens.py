@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvgrpc.errors import CredentialsInvalid
 
+AUTHORIZATION = "authorization"
 VERSION = "kvgrpc1"
 CLOCK_SKEW_SECONDS = 60
 # Who gets a token can try secrets against it for as long as he likes.

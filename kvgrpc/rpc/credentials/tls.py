@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from kvgrpc.errors import InvalidRequest, KvGrpcError
-from kvgrpc.rpc.reloading import read_small_file, stamp_of
+from kvgrpc.rpc.credentials.reloading import read_small_file, stamp_of
 
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 _LARGEST_CERTIFICATE = 1 << 20
