@@ -26,7 +26,7 @@ def manager_over(decode: Any) -> Any:
     """As SGLang's scheduler holds it; only what describes SGLang's own memory is left out."""
     manager: Any = object.__new__(KvGrpcManager)
     manager.rank, manager.transfer, manager._held = decode, decode.transfer, RoomsAwaitingRelease()
-    manager.external_registry, manager._has_window = "", False
+    manager.external_registry, manager._state_names, manager.attempt = "", (), 0
     manager.kv_args = SimpleNamespace(page_size=16)
     return manager
 
