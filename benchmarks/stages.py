@@ -68,14 +68,14 @@ WARM = (
     Stage("init", "decode", "receiver", "KVReceiver.init"),
     Stage("loop takes it", "decode", "runtime.decode_manager", "DecodeManager._take_destination"),
     Stage("frame is encoded", "decode", "wire", "encode_requests"),
-    Stage("frame is read", "prefill", "protocol.prefill_core", "PrefillCore.on_frame"),
+    Stage("frame is read", "prefill", "protocol.prefill.core", "PrefillCore.on_frame"),
     Stage("engine sends", "prefill", "sender", "KVSender.send"),
     Stage("loop takes the pages", "prefill", "runtime.prefill_manager", "PrefillManager._take_chunk"),
     Stage("writes begin", "prefill", "runtime.worker", "TransferWorker._planned"),
     Stage("writes are submitted", "prefill", "runtime.worker", "TransferWorker._start", ends=True),
-    Stage("outcome is told", "prefill", "protocol.prefill_core", "PrefillCore.on_outcome"),
+    Stage("outcome is told", "prefill", "protocol.prefill.core", "PrefillCore.on_outcome"),
     Stage("answer is encoded", "prefill", "wire", "encode_responses"),
-    Stage("answer is read", "decode", "protocol.decode_core", "DecodeCore.on_frame"),
+    Stage("answer is read", "decode", "protocol.decode.core", "DecodeCore.on_frame"),
     Stage("engine sees Success", "decode", "receiver", "KVReceiver.close"),
 )
 

@@ -16,7 +16,7 @@ FILES = {"room": 31, "event": 18, "registration": 17, "prefetch": 25}
 # One that only a late tick reaches may be missing.
 MAY_BE_MISSING = 2
 DECIDES = {
-    "room": "protocol/decode_core.py",
+    "room": "protocol/decode/core.py",
     "event": "log/batch_queue.py",
     "registration": "store/memory.py",
     "prefetch": "protocol/prefetch.py",

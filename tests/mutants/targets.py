@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 # By name: files below kvgrpc/ (patterns with spaces between), tests below tests/.
 TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "protocol": (
-        "transfer/protocol/*.py",
+        "transfer/protocol/*.py transfer/protocol/*/*.py",
         (
             *("unit/transfer/test_prefill_rooms.py", "unit/transfer/test_prefill_writes.py"),
             *("unit/transfer/test_prefill_streams.py", "unit/transfer/test_prefill_records.py"),

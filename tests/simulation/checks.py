@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvgrpc.transfer.protocol.decode_core import DecodePart, DecodeRoom
-from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillPair, PrefillRoom
+from kvgrpc.transfer.protocol.decode.core import DecodePart, DecodeRoom
+from kvgrpc.transfer.protocol.prefill.core import PrefillCore, PrefillPair, PrefillRoom
 from kvgrpc.transfer.protocol.types import DecodeEntry, KVPoll, RoomKey, Writes
 from tests.simulation.processes import ALL_PAGES, TIMING, DecodeProcess, PrefillProcess, Process
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvgrpc.errors import Failure, KvGrpcError, Reason
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer import wire
-from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillPair
+from kvgrpc.transfer.protocol.prefill.core import PrefillCore, PrefillPair
 from kvgrpc.transfer.protocol.types import PrefillEntry, RoomKey, RoomState, Writes
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import PageSet
@@ -172,7 +172,7 @@ def owed_by_others(decode: DecodeProcess, liar: RankRef) -> dict[RoomKey, tuple[
 
 
 def _parts_of(room: object) -> Iterator[tuple[object, ...]]:
-    from kvgrpc.transfer.protocol.decode_room import DecodeRoom
+    from kvgrpc.transfer.protocol.decode.room import DecodeRoom
 
     assert isinstance(room, DecodeRoom)
     for part in room.parts:

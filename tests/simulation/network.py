@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.transfer import wire
-from kvgrpc.transfer.protocol.decode_core import Stream
+from kvgrpc.transfer.protocol.decode.core import Stream
 from kvgrpc.transfer.protocol.types import DecodeEntry, PrefillEntry
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from tests.simulation.checks import check_rooms_are_known

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.model import RankRef
-from kvgrpc.transfer.protocol.prefill_core import PrefillRoom, Submission
+from kvgrpc.transfer.protocol.prefill.core import PrefillRoom, Submission
 from kvgrpc.transfer.protocol.types import RoomKey
 from tests.simulation.hostile import LyingCore
 

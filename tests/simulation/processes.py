@@ -14,9 +14,9 @@ import numpy as np
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import RankRef
-from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeRoom
+from kvgrpc.transfer.protocol.decode.core import DecodeCore, DecodePair, DecodeRoom
 from kvgrpc.transfer.protocol.page_check import PoolSize, ReadPages, WrittenPages
-from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillCore, PrefillRoom
+from kvgrpc.transfer.protocol.prefill.core import Chunk, PrefillCore, PrefillRoom
 from kvgrpc.transfer.protocol.types import Bounds, Destination, KVPoll, RoomKey, Target, Timing
 from tests.simulation.plane import Plane
 from tests.simulation.requests import STATES, Request, WatchedHandle

@@ -22,9 +22,9 @@ from kvgrpc.pull.taker import Taker
 from kvgrpc.pull.waits import ForAnswer, ForPages, ForRoom, Waiting
 from kvgrpc.transfer import KVReceiver
 from kvgrpc.transfer.layout.pools import CopiedPages, destination_of, pages_of_pools
-from kvgrpc.transfer.protocol.chunks import Chunk
-from kvgrpc.transfer.protocol.decode_core import DecodeCore
-from kvgrpc.transfer.protocol.prefill_core import PrefillCore
+from kvgrpc.transfer.protocol.decode.core import DecodeCore
+from kvgrpc.transfer.protocol.prefill.chunks import Chunk
+from kvgrpc.transfer.protocol.prefill.core import PrefillCore
 from kvgrpc.transfer.protocol.types import Align, Bounds, RoomKey, Target, Writes
 from kvgrpc.transfer.runtime.boundary import EngineHandle, RoomRequest, SentPages
 from kvgrpc.transfer.runtime.resolve import ReceiverRoom

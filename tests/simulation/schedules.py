@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from functools import partial
 
-from kvgrpc.transfer.protocol.decode_core import DecodeCore
-from kvgrpc.transfer.protocol.prefill_core import PrefillCore
+from kvgrpc.transfer.protocol.decode.core import DecodeCore
+from kvgrpc.transfer.protocol.prefill.core import PrefillCore
 from kvgrpc.transfer.protocol.types import Align, Bounds, RoomKey
 from tests.simulation.checks import LATENCY, check_end
 from tests.simulation.fleet import FLEETS, SINGLES

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvgrpc.transfer.protocol.decode_core import DecodePart, DecodeRoom
-from kvgrpc.transfer.protocol.prefill_core import PrefillRoom
+from kvgrpc.transfer.protocol.decode.core import DecodePart, DecodeRoom
+from kvgrpc.transfer.protocol.prefill.core import PrefillRoom
 from kvgrpc.transfer.protocol.types import Bounds, RoomKey
 from tests.simulation.fleet import SINGLES, Fleet
 from tests.simulation.network import Link

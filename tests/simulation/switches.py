@@ -8,9 +8,9 @@ from typing import Any
 
 from kvgrpc.errors import Failure
 from kvgrpc.model import RankRef
-from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodePart, DecodeRoom, Stream
-from kvgrpc.transfer.protocol.decode_held import HeldPages
-from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillPair
+from kvgrpc.transfer.protocol.decode.core import DecodeCore, DecodePair, DecodePart, DecodeRoom, Stream
+from kvgrpc.transfer.protocol.decode.held import HeldPages
+from kvgrpc.transfer.protocol.prefill.core import PrefillCore, PrefillPair
 from kvgrpc.transfer.protocol.types import Timing
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvgrpc.errors import Failure, Reason, RoomCancelled
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.transfer.protocol.ownership import Ownership
-from kvgrpc.transfer.protocol.prefill_core import PrefillCore
+from kvgrpc.transfer.protocol.prefill.core import PrefillCore
+from kvgrpc.transfer.protocol.prefill.ownership import Ownership
 from kvgrpc.transfer.protocol.types import (
     Bounds,
     DecodeEntry,

@@ -19,7 +19,7 @@ import pytest
 from kvgrpc.errors import EngineNotFound, Failure, InvalidRequest, PeerUnreachable, Reason
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.transfer.layout.topology import Shape
-from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodeRoom, Stream
+from kvgrpc.transfer.protocol.decode.core import DecodeCore, DecodeRoom, Stream
 from kvgrpc.transfer.protocol.types import (
     Destination,
     KVPoll,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, Protocol
 
-from kvgrpc.transfer.protocol.decode_core import DecodeWork
-from kvgrpc.transfer.protocol.prefill_core import PrefillWork
+from kvgrpc.transfer.protocol.decode.core import DecodeWork
+from kvgrpc.transfer.protocol.prefill.core import PrefillWork
 
 
 class Core(Protocol):

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from kvgrpc.model import RankRef
-from kvgrpc.transfer.protocol.decode_core import DecodeCore
-from kvgrpc.transfer.protocol.prefill_core import PrefillCore
+from kvgrpc.transfer.protocol.decode.core import DecodeCore
+from kvgrpc.transfer.protocol.prefill.core import PrefillCore
 from kvgrpc.transfer.protocol.types import Bounds, RoomKey, Target
 from tests.simulation.checks import Promises
 from tests.simulation.fleet import SINGLES, Fleet

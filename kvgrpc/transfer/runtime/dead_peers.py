@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 
-from kvgrpc.transfer.protocol.decode_core import DecodePair
+from kvgrpc.transfer.protocol.decode.core import DecodePair
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
 
 

@@ -19,7 +19,7 @@ from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.layout.plan import check_destination, check_each_pool, check_first_page
 from kvgrpc.transfer.layout.pools import CopiedPages, destination_of
-from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeRoom, Stream
+from kvgrpc.transfer.protocol.decode.core import DecodeCore, DecodePair, DecodeRoom, Stream
 from kvgrpc.transfer.protocol.page_check import WrittenPages
 from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT, DecodeEntry
 from kvgrpc.transfer.runtime.boundary import EngineHandle, RoomRequest

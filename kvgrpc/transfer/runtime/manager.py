@@ -27,9 +27,9 @@ from kvgrpc.rpc.waking import Lending, Waker
 from kvgrpc.transfer.aux_rows import AuxBuffer, AuxRows
 from kvgrpc.transfer.layout.topology import Shape
 from kvgrpc.transfer.protocol.failures import RETRY_SECONDS
-from kvgrpc.transfer.protocol.fan_out import PlaceHandle
 from kvgrpc.transfer.protocol.page_check import PoolSize
 from kvgrpc.transfer.protocol.pairs import SilentPair
+from kvgrpc.transfer.protocol.prefill.fan_out import PlaceHandle
 from kvgrpc.transfer.protocol.types import (
     POLL_FAILED,
     POLL_SUCCESS,

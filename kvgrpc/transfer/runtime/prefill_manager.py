@@ -25,10 +25,10 @@ from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.layout.plan import check_each_pool, check_pages
 from kvgrpc.transfer.layout.pools import pages_of_pools
-from kvgrpc.transfer.protocol.chunks import Chunk
 from kvgrpc.transfer.protocol.page_check import ReadPages
-from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillPair, PrefillRoom
-from kvgrpc.transfer.protocol.prefill_room import Submission
+from kvgrpc.transfer.protocol.prefill.chunks import Chunk
+from kvgrpc.transfer.protocol.prefill.core import PrefillCore, PrefillPair, PrefillRoom
+from kvgrpc.transfer.protocol.prefill.room import Submission
 from kvgrpc.transfer.protocol.types import Align, RoomKey, RoomState
 from kvgrpc.transfer.runtime.boundary import EngineHandle, Reader, SentPages
 from kvgrpc.transfer.runtime.manager import (

@@ -16,7 +16,7 @@ from kvgrpc.errors import EngineNotFound, Failure, Internal, InvalidRequest, KvG
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.protocol import failures
-from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodeRoom
+from kvgrpc.transfer.protocol.decode.core import DecodeCore, DecodeRoom
 from kvgrpc.transfer.protocol.types import LONGEST_TRACEPARENT, Handle, Target, prefill_dp
 from kvgrpc.transfer.runtime.boundary import RoomRequest
 from kvgrpc.transfer.runtime.room_locator import Renewed, RoomLocator

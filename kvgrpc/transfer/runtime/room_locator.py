@@ -12,7 +12,7 @@ import grpc
 from kvgrpc.errors import EngineNotFound, KvGrpcError
 from kvgrpc.rpc.channels import ChannelPool
 from kvgrpc.transfer import wire
-from kvgrpc.transfer.protocol.decode_core import DecodeRoom
+from kvgrpc.transfer.protocol.decode.core import DecodeRoom
 from kvgrpc.transfer.protocol.types import RoomKey, Target
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub

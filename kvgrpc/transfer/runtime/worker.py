@@ -19,7 +19,7 @@ from kvgrpc.dataplane.base import Outcome, Peer, Result, Transfer
 from kvgrpc.model import Pool
 from kvgrpc.observability import metrics
 from kvgrpc.transfer.layout.plan import Geometry, Plan, geometry, joined
-from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
+from kvgrpc.transfer.protocol.prefill.core import PrefillPair, PrefillRoom, Submission
 from kvgrpc.transfer.runtime.checksums import PageReader
 from kvgrpc.transfer.runtime.gather import GatheredTransfer, GatherStaging, PeerSlots
 from kvgrpc.transfer.runtime.guarded import GuardedPlane, attempt

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvgrpc.dataplane.base import Result
 from kvgrpc.transfer.protocol.destination import U32Array
-from kvgrpc.transfer.protocol.prefill_core import PrefillPair, Submission
+from kvgrpc.transfer.protocol.prefill.core import PrefillPair, Submission
 from kvgrpc.transfer.runtime.checksums import PageReader
 from kvgrpc.transfer.runtime.guarded import attempt
 

@@ -16,7 +16,7 @@ from kvgrpc.client import SyncClient
 from kvgrpc.errors import Reason
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer import KVPoll
-from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillRoom
+from kvgrpc.transfer.protocol.prefill.core import PrefillCore, PrefillRoom
 from kvgrpc.transfer.runtime import decode_manager as decode_module
 from kvgrpc.transfer.runtime import prefill_manager as prefill_module
 from kvgrpc.transfer.runtime.death_proofs import MAX_LOOKUPS, NOTHING, DeathProofs

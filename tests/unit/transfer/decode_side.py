@@ -7,7 +7,7 @@ import pytest
 
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodeRoom, Stream
+from kvgrpc.transfer.protocol.decode.core import DecodeCore, DecodeRoom, Stream
 from kvgrpc.transfer.protocol.types import (
     DecodeEntry,
     Destination,

@@ -8,7 +8,7 @@ import pytest
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillCore, PrefillRoom, Submission
+from kvgrpc.transfer.protocol.prefill.core import Chunk, PrefillCore, PrefillRoom, Submission
 from kvgrpc.transfer.protocol.types import (
     Align,
     DecodeEntry,

@@ -7,7 +7,7 @@ import pytest
 
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillCore
+from kvgrpc.transfer.protocol.prefill.core import Chunk, PrefillCore
 from kvgrpc.transfer.protocol.types import Align, DecodeEntry, Destination, Handle, KVPoll, RoomKey, Want
 
 PREFILL, DECODE, KEY = RankRef(RankId("P"), 1), RankRef(RankId("D"), 2), RoomKey(5)

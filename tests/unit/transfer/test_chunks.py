@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvgrpc.transfer.protocol.chunks import Chunk, Chunks
+from kvgrpc.transfer.protocol.prefill.chunks import Chunk, Chunks
 from kvgrpc.transfer.protocol.types import Align, Destination, RoomKey, U32Array
 
 KEY = RoomKey(5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvgrpc.transfer.protocol.chunks import Coverage
+from kvgrpc.transfer.protocol.prefill.chunks import Coverage
 
 pieces = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)), max_size=20)
 

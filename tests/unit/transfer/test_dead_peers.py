@@ -12,7 +12,7 @@ import pytest
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.transfer.protocol.decode_core import DecodePair
+from kvgrpc.transfer.protocol.decode.core import DecodePair
 from kvgrpc.transfer.protocol.types import Target
 from kvgrpc.transfer.runtime.dead_peers import DeadPeers
 from kvgrpc.transfer.runtime.guarded import GuardedPlane

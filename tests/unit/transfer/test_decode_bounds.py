@@ -7,8 +7,8 @@ import pytest
 
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.transfer.protocol import decode_core
-from kvgrpc.transfer.protocol.decode_core import DecodeRoom
+from kvgrpc.transfer.protocol.decode import core as decode_core
+from kvgrpc.transfer.protocol.decode.core import DecodeRoom
 from kvgrpc.transfer.protocol.types import (
     Bounds,
     DecodeEntry,

@@ -12,7 +12,7 @@ import pytest
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, Stream
+from kvgrpc.transfer.protocol.decode.core import DecodeCore, DecodePair, Stream
 from kvgrpc.transfer.protocol.pairs import SilentPair
 from kvgrpc.transfer.protocol.types import (
     Destination,

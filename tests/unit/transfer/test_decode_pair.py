@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.transfer.protocol.decode_pair import DecodePair
+from kvgrpc.transfer.protocol.decode.pair import DecodePair
 from kvgrpc.transfer.protocol.types import SessionState, Target, Timing
 
 TIMING = Timing()

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import RankRef
-from kvgrpc.transfer.protocol.decode_core import DecodePair, DecodeRoom, Stream
+from kvgrpc.transfer.protocol.decode.core import DecodePair, DecodeRoom, Stream
 from kvgrpc.transfer.protocol.types import (
     Bounds,
     DecodeEntry,

@@ -12,8 +12,8 @@ import pytest
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import ParallelLayoutMismatch
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.transfer.protocol.fan_out import FanOut, PlaceHandle
-from kvgrpc.transfer.protocol.prefill_core import PrefillRoom
+from kvgrpc.transfer.protocol.prefill.core import PrefillRoom
+from kvgrpc.transfer.protocol.prefill.fan_out import FanOut, PlaceHandle
 from kvgrpc.transfer.protocol.types import DecodeEntry, Destination, Handle, KVPoll, RoomKey, RoomState, Want, Writes
 from tests.unit.transfer.prefill_side import CANCELLED, KEY, TIMING, Side, reason
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvgrpc.dataplane.base import MemoryRange, Outcome, Result, Transfer
 from kvgrpc.model import Pool, PoolKind, RankId, RankRef, Region
 from kvgrpc.transfer.layout.plan import Geometry, Plan, geometry
-from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
+from kvgrpc.transfer.protocol.prefill.core import PrefillPair, PrefillRoom, Submission
 from kvgrpc.transfer.protocol.types import RoomKey
 from kvgrpc.transfer.runtime import gather
 from kvgrpc.transfer.runtime.gather import BLOCK_BYTES, SLOTS, GatheredTransfer, GatherStaging, PeerSlots, slices_of

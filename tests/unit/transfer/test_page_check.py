@@ -8,7 +8,7 @@ import pytest
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure
 from kvgrpc.transfer.protocol.page_check import PoolSize, ReadPages, WrittenPages
-from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillRoom
+from kvgrpc.transfer.protocol.prefill.core import Chunk, PrefillRoom
 from kvgrpc.transfer.protocol.types import Align, DecodeEntry, Destination, Handle, RoomKey, RoomState, Want, Writes
 from tests.unit.transfer import decode_side, prefill_side
 from tests.unit.transfer.prefill_side import D0

@@ -8,7 +8,7 @@ import pytest
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import ParallelLayoutMismatch, Reason
 from kvgrpc.model import RankRef
-from kvgrpc.transfer.protocol.chunks import Chunk
+from kvgrpc.transfer.protocol.prefill.chunks import Chunk
 from kvgrpc.transfer.protocol.types import (
     HARDLY_GUESSED,
     Bounds,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.transfer.protocol.prefill_memory import EndedRecords, StreamNumbers, UnknownWrites
+from kvgrpc.transfer.protocol.prefill.memory import EndedRecords, StreamNumbers, UnknownWrites
 from kvgrpc.transfer.protocol.types import RoomKey, Writes
 
 A, B, C = (RankRef(RankId(name), 1) for name in "ABC")

@@ -12,7 +12,7 @@ import pytest
 from kvgrpc.errors import Failure, PeerUnreachable, Reason
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.transfer.layout.topology import Shape
-from kvgrpc.transfer.protocol.decode_core import DecodeCore
+from kvgrpc.transfer.protocol.decode.core import DecodeCore
 from kvgrpc.transfer.protocol.types import Handle, RoomKey, Target
 from kvgrpc.transfer.runtime import resolve
 from kvgrpc.transfer.runtime.boundary import RoomRequest

@@ -11,7 +11,7 @@ import pytest
 
 from kvgrpc.errors import EngineNotFound
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.transfer.protocol.decode_core import DecodeRoom
+from kvgrpc.transfer.protocol.decode.core import DecodeRoom
 from kvgrpc.transfer.protocol.types import Handle, RoomKey, Target
 from kvgrpc.transfer.runtime import room_locator as search_module
 from kvgrpc.transfer.runtime.room_locator import RoomLocator

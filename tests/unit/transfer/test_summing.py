@@ -13,7 +13,7 @@ import pytest
 from kvgrpc.dataplane.base import EndedTransfer, Outcome, Result
 from kvgrpc.model import Pool, RankId, RankRef
 from kvgrpc.transfer.protocol.destination import U32Array
-from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
+from kvgrpc.transfer.protocol.prefill.core import PrefillPair, PrefillRoom, Submission
 from kvgrpc.transfer.protocol.types import RoomKey
 from kvgrpc.transfer.runtime import write_queues
 from kvgrpc.transfer.runtime.checksums import PageReader

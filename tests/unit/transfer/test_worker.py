@@ -13,7 +13,7 @@ import pytest
 from kvgrpc.dataplane.base import Outcome, Result
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import Pool, PoolKind, RankId, RankRef, Region
-from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
+from kvgrpc.transfer.protocol.prefill.core import PrefillPair, PrefillRoom, Submission
 from kvgrpc.transfer.protocol.types import RoomKey, Timing
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
 from kvgrpc.transfer.runtime.worker import PeerMemory, TransferWorker

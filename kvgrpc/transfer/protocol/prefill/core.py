@@ -1,6 +1,6 @@
 """Prefill's half of a session as a state machine: one record per (room, attempt), and the pairs that own them.
 
-Sans I/O, as decode_core.py. The shell (runtime/prefill_manager.py in the product, a world in tests/simulation) calls
+Sans I/O, as decode/core.py. The shell (runtime/prefill_manager.py in the product, a world in tests/simulation) calls
 ``on_*`` when something happened and ``tick`` every ``Timing.tick_seconds`` of its own running time; then it takes the
 ``PrefillWork`` and does it. All calls come from one thread. Numbers in comments are the rules of docs/session.md.
 """
@@ -16,14 +16,14 @@ from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, StaleEpoch
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol import failures
-from kvgrpc.transfer.protocol.chunks import Chunk
-from kvgrpc.transfer.protocol.fan_out import FanOut
-from kvgrpc.transfer.protocol.ownership import Ownership, Unnamed
 from kvgrpc.transfer.protocol.page_check import ReadPages
 from kvgrpc.transfer.protocol.pairs import PendingRooms, SilentPair, note_silence, take_keys
-from kvgrpc.transfer.protocol.prefill_memory import EndedRecords, StreamNumbers, UnknownWrites
-from kvgrpc.transfer.protocol.prefill_pair import PrefillPair
-from kvgrpc.transfer.protocol.prefill_room import PrefillRoom, Submission
+from kvgrpc.transfer.protocol.prefill.chunks import Chunk
+from kvgrpc.transfer.protocol.prefill.fan_out import FanOut
+from kvgrpc.transfer.protocol.prefill.memory import EndedRecords, StreamNumbers, UnknownWrites
+from kvgrpc.transfer.protocol.prefill.ownership import Ownership, Unnamed
+from kvgrpc.transfer.protocol.prefill.pair import PrefillPair
+from kvgrpc.transfer.protocol.prefill.room import PrefillRoom, Submission
 from kvgrpc.transfer.protocol.timers import Deadlines
 from kvgrpc.transfer.protocol.types import (
     HARDLY_GUESSED,

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from kvgrpc.errors import Failure, KvGrpcError, Reason, RoomConflict
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol import failures
-from kvgrpc.transfer.protocol.decode_held import HeldPages
-from kvgrpc.transfer.protocol.decode_pair import DecodePair, Stream
-from kvgrpc.transfer.protocol.decode_room import DecodePart, DecodeRoom
+from kvgrpc.transfer.protocol.decode.held import HeldPages
+from kvgrpc.transfer.protocol.decode.pair import DecodePair, Stream
+from kvgrpc.transfer.protocol.decode.room import DecodePart, DecodeRoom
 from kvgrpc.transfer.protocol.page_check import WrittenPages
 from kvgrpc.transfer.protocol.pairs import PendingRooms, SilentPair, note_silence, take_keys
 from kvgrpc.transfer.protocol.timers import Deadlines

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from kvgrpc.model import RankId
-from kvgrpc.transfer.protocol.prefill_pair import PrefillPair
-from kvgrpc.transfer.protocol.prefill_room import PrefillRoom
+from kvgrpc.transfer.protocol.prefill.pair import PrefillPair
+from kvgrpc.transfer.protocol.prefill.room import PrefillRoom
 from kvgrpc.transfer.protocol.types import Bounds, RoomKey, Timing
 
 _MOST_LOST = 1024

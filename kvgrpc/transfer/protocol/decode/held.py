@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvgrpc.transfer.protocol.decode_pair import DecodePair
-from kvgrpc.transfer.protocol.decode_room import DecodePart, DecodeRoom
+from kvgrpc.transfer.protocol.decode.pair import DecodePair
+from kvgrpc.transfer.protocol.decode.room import DecodePart, DecodeRoom
 from kvgrpc.transfer.protocol.timers import Deadlines
 from kvgrpc.transfer.protocol.types import (
     STATE_SUCCESS,

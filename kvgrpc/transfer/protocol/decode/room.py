@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from kvgrpc.errors import Failure
 from kvgrpc.model import RankId
-from kvgrpc.transfer.protocol.decode_pair import DecodePair
+from kvgrpc.transfer.protocol.decode.pair import DecodePair
 from kvgrpc.transfer.protocol.failures import for_peers
 from kvgrpc.transfer.protocol.types import (
     POLL_SUCCESS,

@@ -14,8 +14,8 @@ from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, KvGrpcError
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol import failures
-from kvgrpc.transfer.protocol.chunks import Chunk, Chunks, Coverage, Wait
-from kvgrpc.transfer.protocol.prefill_pair import PrefillPair
+from kvgrpc.transfer.protocol.prefill.chunks import Chunk, Chunks, Coverage, Wait
+from kvgrpc.transfer.protocol.prefill.pair import PrefillPair
 from kvgrpc.transfer.protocol.types import (
     POLL_BOOTSTRAPPING,
     POLL_SUCCESS,

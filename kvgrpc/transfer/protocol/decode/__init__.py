@@ -1,0 +1,1 @@
+"""Decode's half of a session. Pure: ``core.py`` has the rules, the others its rooms, pairs and held pages."""
