@@ -213,7 +213,10 @@ class Turns:
 
 
 class _Line(Generic[K]):
-    """A queue: who had least of the loop is next; who comes anew has had as much as whoever was next last."""
+    """A queue: who had least of the loop is next. Who comes anew has had as much as whoever was next last, and at least
+    an equal share of what was had since the queue is there: else callers that come, each anew, for one step would
+    all be before those that stay, and none of them would ever be forgotten.
+    """
 
     def __init__(self) -> None:
         self.waiting: dict[K, None] = {}
@@ -227,12 +230,13 @@ class _Line(Generic[K]):
 
     def next(self) -> K:
         who = min(self.waiting, key=self.had.__getitem__)
-        self._least = self.had[who]
+        self._least = max(self._least, self.had[who])
         del self.waiting[who]
         return who
 
     def charge(self, who: K, seconds: float) -> None:
         self.had[who] = max(self.had.get(who, 0.0), self._least) + seconds
+        self._least += seconds / (len(self.waiting) + 1)
         if len(self.had) > 2 * len(self.waiting) + _REMEMBERED:
             self.had = {each: had for each, had in self.had.items() if each in self.waiting or had > self._least}
 

@@ -71,8 +71,8 @@ def _merge_large(message: Message, field: Any, data: bytes, at: int, start: int,
         tag = _encoded(field.number << 3 | _BYTES)
         while start < end:
             behind = min(start + PIECE_BYTES, end)
-            while not size and behind < end and data[behind - 1] & 0x80:
-                behind += 1
+            if not size and behind < end and data[behind - 1] & 0x80:
+                behind = _varint(data, behind, end)[1]
             message.MergeFromString(tag + _encoded(behind - start) + data[start:behind])
             yield
             start = behind

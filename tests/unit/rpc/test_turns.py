@@ -14,7 +14,7 @@ import pytest
 import kvgrpc.rpc.turns
 from kvgrpc.rpc.callers import CALLER, PEER, Caller
 from kvgrpc.rpc.interceptors.chain import _decoded
-from kvgrpc.rpc.turns import LARGE_BYTES, LONGEST_REST_SECONDS, PIECE_SECONDS, Turns, in_pieces
+from kvgrpc.rpc.turns import LARGE_BYTES, LONGEST_REST_SECONDS, PIECE_SECONDS, Turns, _Line, _Waiting, in_pieces
 from tests.support.waiting import until
 
 
@@ -304,3 +304,26 @@ async def test_while_hand_offs_go_on_who_had_least_of_the_loop_is_next() -> None
     before = order[: max(at for at, name in enumerate(order) if name == "good")]
     # One of each of the others for its first turns, and one step of somebody between each two of its own.
     assert sum(name != "good" for name in before) < 40 < len(order)
+
+
+def test_who_comes_anew_each_time_keeps_nobody_waiting_for_ever() -> None:
+    """Callers that connect for one step, of which one waits whenever another has had its step."""
+    line, order = _Line[str](), list[str]()
+    line.enter("stays")
+    assert line.next() == "stays"
+    line.charge("stays", 0.001)
+    line.enter("stays")
+    for number in range(20):
+        line.enter(f"new {number}")
+        order.append(line.next())
+        line.charge(order[-1], 0.001)
+    assert "stays" in order[:4]
+
+
+def test_those_that_came_once_are_forgotten() -> None:
+    waiting = _Waiting()
+    for number in range(5_000):
+        waiting.charge((("", "10.0.0.1"), ("", "10.0.0.1", f"10.0.0.1:{number}")), 0.001)
+        waiting.charge((("", f"host {number}"), ("", f"host {number}", "1")), 0.001)
+    lines = [waiting._callers, *waiting._connections.values()]
+    assert len(lines) < 2_000 and max(len(line.had) for line in lines) < 1_000
