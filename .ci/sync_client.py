@@ -29,7 +29,7 @@ from kvgrpc.v1 import {modules}
 
 if TYPE_CHECKING:
     from kvgrpc.client.fleet import RankAnswer
-    from kvgrpc.client.sync_follower import SyncEventFollower
+    from kvgrpc.client.following.sync_follower import SyncEventFollower
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class SyncClient(BlockingClient):
 
     def follow(self, *, engine: str = "", dp: int = 0, live: bool = False) -> SyncEventFollower:
         """A follower of one stream of the process, to be started: ``with client.follow() as follower``."""
-        from kvgrpc.client.sync_follower import SyncEventFollower
+        from kvgrpc.client.following.sync_follower import SyncEventFollower
 
         return SyncEventFollower(self.address, engine=engine, dp=dp, live=live, security=self._security)
 '''

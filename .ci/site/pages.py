@@ -44,8 +44,8 @@ PYTHON = {
         "Client",
         "For routers, tools and tests. `SyncClient` has the same methods, and blocks.",
         (
-            *("kvgrpc.client.aio.Client", "kvgrpc.client.follower.EventFollower"),
-            *("kvgrpc.client.prefix_index.PrefixIndex",),
+            *("kvgrpc.client.aio.Client", "kvgrpc.client.following.follower.EventFollower"),
+            *("kvgrpc.client.following.prefix_index.PrefixIndex",),
         ),
     ),
     "reference/events.md": (

@@ -20,8 +20,8 @@ from kvgrpc.client.watch import Begin, Dropped, Heartbeat, Payloads, Snapshot, T
 from kvgrpc.rpc.security import ClientSecurity
 
 if TYPE_CHECKING:
-    from kvgrpc.client.follower import EventFollower
-    from kvgrpc.client.prefix_index import (
+    from kvgrpc.client.following.follower import EventFollower
+    from kvgrpc.client.following.prefix_index import (
         PlanQuestion,
         PrefixIndex,
         Question,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         sglang_lora_id,
         vllm_hashes,
     )
-    from kvgrpc.client.sync_follower import SyncEventFollower, SyncPrefixIndex
+    from kvgrpc.client.following.sync_follower import SyncEventFollower, SyncPrefixIndex
 
 __all__ = [
     "Begin",
@@ -60,16 +60,16 @@ __all__ = [
 ]
 
 _LOADED_WHEN_NAMED = {
-    "EventFollower": "follower",
-    "PlanQuestion": "prefix_index",
-    "PrefixIndex": "prefix_index",
-    "Question": "prefix_index",
-    "Wanted": "prefix_index",
-    "sglang_lora_id": "prefix_index",
-    "SyncEventFollower": "sync_follower",
-    "SyncPrefixIndex": "sync_follower",
-    "sglang_hashes": "prefix_index",
-    "vllm_hashes": "prefix_index",
+    "EventFollower": "following.follower",
+    "PlanQuestion": "following.prefix_index",
+    "PrefixIndex": "following.prefix_index",
+    "Question": "following.prefix_index",
+    "Wanted": "following.prefix_index",
+    "sglang_lora_id": "following.prefix_index",
+    "SyncEventFollower": "following.sync_follower",
+    "SyncPrefixIndex": "following.sync_follower",
+    "sglang_hashes": "following.prefix_index",
+    "vllm_hashes": "following.prefix_index",
 }
 
 

@@ -44,7 +44,7 @@ from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 
 if TYPE_CHECKING:
     from kvgrpc.client.fleet import RankAnswer
-    from kvgrpc.client.follower import EventFollower
+    from kvgrpc.client.following.follower import EventFollower
 
 T = TypeVar("T")
 _LEAST_IDLE_SECONDS = 3.0
@@ -339,7 +339,7 @@ class Client:
 
     def follow(self, *, engine: str = "", dp: int = 0, live: bool = False) -> EventFollower:
         """A follower of one stream of the process, to be started: ``async with client.follow() as follower``."""
-        from kvgrpc.client.follower import EventFollower
+        from kvgrpc.client.following.follower import EventFollower
 
         return EventFollower(self.address, engine=engine, dp=dp, live=live, security=self._security)
 

@@ -74,7 +74,7 @@ def test_one_place_waits_for_conditions() -> None:
 # Tasks that the function which starts them awaits (or asks for their result) itself; all others go through
 # kvgrpc.rpc.loop, which logs and counts an exception that nobody expected.
 AWAITED_BY_WHO_STARTS_THEM = {
-    "client/follower.py": "a Watch; its end, a bug's too, is the core's to hear (_watch_ended)",
+    "client/following/follower.py": "a Watch; its end, a bug's too, is the core's to hear (_watch_ended)",
     "engines/vllm/bootstrap.py": "both ways of one connection, gathered",
     "prefetch/agreement/leader.py": "both ways of one stream, results looked at",
     "registry/client/resolver.py": "a question; whoever joins it gets its result or error",
@@ -90,7 +90,7 @@ AWAITED_BY_WHO_STARTS_THEM = {
 THREADS = {
     "cli/view/server.py": "the page; a request that fails fails alone",
     "cli/view/looking.py": "looks at the fleet; what fails is said on the page",
-    "client/saved_index.py": "one read or write of a file; waited for with a deadline",
+    "client/following/saved_index.py": "one read or write of a file; waited for with a deadline",
     "dataplane/mooncake/plane.py": "one contact; closing the engine",
     "dataplane/shm/plane.py": "one peer's pages are touched once",
     "demo/processes/child.py": "a demo",

@@ -33,7 +33,7 @@ IMPORTERS = {
     "nixl": ["kvgrpc/prefetch/storage/nixl/agent.py"],
     "zmq": [
         "kvgrpc/events/live/",
-        "kvgrpc/client/live.py",
+        "kvgrpc/client/following/live.py",
         "kvgrpc/demo/processes/live_events.py",
     ],
     "prometheus_client": ["kvgrpc/observability/"],

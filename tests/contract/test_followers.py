@@ -28,9 +28,9 @@ from kvgrpc.client import (
     Snapshot,
     SyncEventFollower,
     SyncPrefixIndex,
-    prefix_index,
 )
-from kvgrpc.client.live import LiveFrames
+from kvgrpc.client.following import prefix_index
+from kvgrpc.client.following.live import LiveFrames
 from kvgrpc.errors import AddressNotAllowed, InvalidRequest, PeerUnreachable, ServerDraining, StaleLog
 from kvgrpc.events.following.index import Match
 from kvgrpc.events.following.index_servicer import IndexServicer

@@ -18,7 +18,7 @@ import pytest
 
 from kvgrpc.cli.main import main
 from kvgrpc.client import SyncClient
-from kvgrpc.client.sync_follower import SyncEventFollower
+from kvgrpc.client.following.sync_follower import SyncEventFollower
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events import BlockStored, JournalingPublisher, KVEventBatch
 from kvgrpc.events.following.messages import FollowerCounts

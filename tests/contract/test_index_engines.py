@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from kvgrpc.client import PrefixIndex, prefix_index
-from kvgrpc.client.follower import EventFollower
+from kvgrpc.client import PrefixIndex
+from kvgrpc.client.following import prefix_index
+from kvgrpc.client.following.follower import EventFollower
 from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.events.following.saved import SavedCache

@@ -200,7 +200,7 @@ async def test_a_publisher_that_is_stopped_for_longer_than_silence(live: bool, r
 async def test_live_events_that_are_dropped_on_the_way(
     settings: dict[str, int], report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvgrpc.client.live.RECEIVED_FRAMES", 10)
+    monkeypatch.setattr("kvgrpc.client.following.live.RECEIVED_FRAMES", 10)
     with publisher(**settings) as source:
         async with EventFollower(source.address, live=True) as follower:
             await healed(follower, *await told(source, "serve 50"))
@@ -226,7 +226,7 @@ async def test_junk_among_the_batches(live: bool, report: Report) -> None:
 async def test_a_follower_whose_loop_is_held_while_the_log_runs_away(
     live: bool, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvgrpc.client.live.RECEIVED_FRAMES", 10)
+    monkeypatch.setattr("kvgrpc.client.following.live.RECEIVED_FRAMES", 10)
     with publisher(buffer_steps=20, hwm=1) as source:
         async with EventFollower(source.address, live=live) as follower:
             await healed(follower, *await told(source, "serve 50"))

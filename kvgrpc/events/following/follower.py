@@ -1,7 +1,8 @@
 """Follows the log of one cache to its exact contents, whatever breaks: what to ask, and what each answer means.
 
 Pure: no clock, thread or socket. ``FollowerCore`` is told what came and says which Watches to open and close; a shell
-(``kvgrpc.client.follower``) makes the calls. docs/followers.md has the rules in prose, for clients in any language.
+(``kvgrpc.client.following.follower``) makes the calls. docs/followers.md has the rules in prose, for clients in any
+language.
 
 What is shown is always a state that the cache really had. Where that is known to be over (another log is current, a
 digest differs), nothing is shown until the new state is complete; where it is merely old (the reader fell behind), the

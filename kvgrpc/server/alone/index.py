@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import grpc
 
 import kvgrpc
-from kvgrpc.client.prefix_index import PrefixIndex
+from kvgrpc.client.following.prefix_index import PrefixIndex
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.following.index_servicer import IndexServicer
 from kvgrpc.events.following.questions import MAX_BLOCKS, MAX_PLAN_PROMPTS, MAX_PROMPTS, MAX_TOKENS

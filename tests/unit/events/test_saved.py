@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvgrpc.client.saved_index import SavedIndex
+from kvgrpc.client.following.saved_index import SavedIndex
 from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.events.following.saved import SavedCache, SavedCut, pack, unpack

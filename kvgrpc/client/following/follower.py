@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from kvgrpc.client.live import LiveFrames
+from kvgrpc.client.following.live import LiveFrames
 from kvgrpc.client.stall import StallDetector
 from kvgrpc.errors import KvGrpcError, PeerUnreachable
 from kvgrpc.events.codec import decode_batch

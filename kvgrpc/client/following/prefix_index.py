@@ -14,8 +14,8 @@ from types import MappingProxyType
 
 from kvgrpc.client.aio import Client
 from kvgrpc.client.engine_mirror import EngineMirror
-from kvgrpc.client.follower import EventFollower
-from kvgrpc.client.saved_index import SavedIndex
+from kvgrpc.client.following.follower import EventFollower
+from kvgrpc.client.following.saved_index import SavedIndex
 from kvgrpc.errors import KvGrpcError
 from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.follower import FollowerCore

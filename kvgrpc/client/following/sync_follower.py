@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from kvgrpc.client.follower import EventFollower
-from kvgrpc.client.prefix_index import ANY_LABELS, EVERY_CACHE, PrefixIndex
+from kvgrpc.client.following.follower import EventFollower
+from kvgrpc.client.following.prefix_index import ANY_LABELS, EVERY_CACHE, PrefixIndex
 from kvgrpc.events.following.index import Match
 from kvgrpc.events.following.messages import FollowerCounts, FollowerState
 from kvgrpc.events.following.planning import Placement, PlanQuestion

@@ -1,0 +1,1 @@
+"""Followers over the network, and the index over many: what runs ``kvgrpc.events.following``, which is pure."""
