@@ -84,7 +84,7 @@ def _acceptor(interceptors: tuple[grpc.aio.ServerInterceptor, ...], options: Opt
             return loop.create_task(self._accept(method), name="kvgrpc-accept")
 
         async def _accept(self, method: bytes) -> Any:
-            """The next call of a method, once there is room for it among those that wait for their turns."""
+            """The next call of a method, once what was refused to others is paid for."""
             call = await self._request_registered_call(method)
             await Turns.of_this_loop().room()
             return call

@@ -71,8 +71,16 @@ class Shares:
 
         Raises TooManyRequests past the limit or the caller's share of it.
         """
-        self.check(places)
-        return self.hold(accounts_of_this_call(connections=self._connections), places)
+        return self.take_for(accounts_of_this_call(connections=self._connections), places)
+
+    def take_for(self, accounts: tuple[Account, ...], places: int = 1) -> TakenShare:
+        """The same for whoever has these accounts."""
+        wanted = TakenShare(accounts, places)
+        refusal = self._refusal(wanted)
+        if refusal is not None:
+            raise refusal
+        self._add(wanted)
+        return wanted
 
     def check(self, places: int, instead_of: Sequence[TakenShare] = ()) -> None:
         """Raises as ``take`` would, once those places went back. Takes nothing."""
@@ -154,9 +162,10 @@ class Shares:
 
     def _past_its_share(self, account: Account, own: int, places: int, share: int) -> TooManyRequests:
         who = "caller" if len(account) == 1 else "connection" if account[-1] == origin()[1] else "host"
+        named = ", ".join(filter(None, account))
         text = (
-            f"{own} {self._scope} are there already of one {who} ({', '.join(account)}), which may have as many as it "
-            f"leaves to others: {share} are free"
+            f"{own} {self._scope} are there already of one {who} ({named}), which may have as many as it leaves to "
+            f"others: {share} are free"
         )
         return self._too_many(text, share, own + places, f"{self._scope} of one {who}")
 

@@ -6,19 +6,25 @@ import asyncio
 import time
 import types
 from collections import deque
-from collections.abc import Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+from kvgrpc.errors import TooManyRequests
 from kvgrpc.rpc.callers import origin
-from kvgrpc.rpc.shares import Account, accounts_of_this_call
+from kvgrpc.rpc.shares import Account, Shares, accounts_of_this_call
 
 # A request of more bytes is parsed in a turn, one of fewer at once: parsing 16 KiB takes 0.1 ms.
 LARGE_BYTES = 16 * 1024
 # How long a piece that can be divided may take.
 PIECE_SECONDS = 0.002
-# Calls that wait for their turns; the library keeps the others, whose headers alone were read, in a few KB each.
-MOST_WAITING = 4_096
+# Calls that wait for their first turn, and those of them that look at a server or drain it: a flood of others takes
+# none of their places.
+MOST_WAITING, MOST_PROBES = 4_096, 256
+# After a refused place no call is taken from the library for so long: a refusal takes 0.2 to 0.5 ms of the loop, in no
+# turn. Those who are not taken yet wait in the library, in a few KB each.
+REFUSAL_REST_SECONDS = 0.001
 # For so long after a hand-off went on the next one is waited for.
 HURRY_SECONDS = 1.0
 # How many times as long as a step waited for its processor calls rest then.
@@ -56,12 +62,14 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        # Steps of calls, how many these are, and pieces of what is no call.
-        self._waiting, self._count = _Waiting(), 0
-        self._pieces = _Waiting()
+        # Steps of calls, and pieces of what is no call.
+        self._waiting, self._pieces = _Waiting(), _Waiting()
+        # Of calls whose caller nobody asked for yet: by host and connection.
+        self._places = Shares(MOST_WAITING, "calls that wait for their first turn")
+        self._probes = Shares(MOST_PROBES, "probes that wait for their first turn")
+        self._refused_until = 0.0
         # The rest that calls owe, while it lasts.
         self._resting: asyncio.TimerHandle | None = None
-        self._outside: list[asyncio.Future[None]] = []
         self._busy = False
         # Of the piece that runs: when it began, when its step ended, by the wall and by this thread's clock.
         self._began = self._ended = _NEVER
@@ -90,11 +98,23 @@ class Turns:
         return time.monotonic() < self._hurries_until
 
     async def room(self) -> None:
-        """Returns once fewer calls wait than may: whoever asks takes no more from the library until then."""
-        while self._count >= MOST_WAITING:
-            place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._outside.append(place)
-            await place
+        """Returns when the next call may be taken from the library."""
+        if (left := self._refused_until - time.monotonic()) > 0:
+            await asyncio.sleep(left)
+
+    def place(self, *, probe: bool) -> Callable[[], None]:
+        """Takes a place among the calls that wait for their first turn; call what it gives back once that has come.
+
+        Raises TooManyRequests past the share of the host, or of the connection, that the call of now comes from.
+        """
+        if not (self._busy and self.hurries):
+            return lambda: None  # it does not wait
+        places = self._probes if probe else self._places
+        try:
+            return partial(places.give_back, places.take_for(_unnamed()))
+        except TooManyRequests:
+            self._refused_until = max(self._refused_until, time.monotonic()) + REFUSAL_REST_SECONDS
+            raise
 
     async def take(self) -> None:
         """Returns when the caller of the call that runs now may do one piece, until it awaits again."""
@@ -114,15 +134,17 @@ class Turns:
         if self._in_a_step or not self.hurries:
             await self.take()
         elif self._busy:
-            self._count += 1
             await self._waiting.add(accounts_of_this_call() or _unnamed())
         else:
             self._begin(self._waiting, accounts_of_this_call() or _unnamed())
 
     @types.coroutine
-    def in_turns(self, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+    def in_turns(
+        self, coroutine: Coroutine[Any, Any, T], leave: Callable[[], None] | None = None
+    ) -> Generator[Any, Any, T]:
         """What the coroutine, a call, returns or raises; while hand-offs go on each of its steps waits for its turn,
-        but for one that hears that it was cancelled."""
+        but for one that hears that it was cancelled. ``leave``: its place among those that wait for their first one.
+        """
         raised: BaseException | None = None
         while True:
             has_turn = False
@@ -131,7 +153,6 @@ class Turns:
                 accounts = accounts_of_this_call() or _unnamed()
                 if self._busy:
                     turn = self._waiting.add(accounts)
-                    self._count += 1
                     try:
                         yield from turn
                     except BaseException as error:
@@ -140,6 +161,9 @@ class Turns:
                 else:
                     self._begin(self._waiting, accounts)
                     has_turn = True
+            if leave is not None:
+                leave()
+                leave = None
             thrown, raised = raised, None
             self._in_a_step = has_turn
             try:
@@ -201,15 +225,9 @@ class Turns:
         while not self._busy and (self._waiting or self._pieces):
             waiting = first or self._waiting or self._pieces
             accounts, turn = waiting.pop()
-            self._count -= waiting is self._waiting
             if not turn.done():  # else its call is over
                 turn.set_result(None)
                 self._begin(waiting, accounts)
-        if self._outside and self._count < MOST_WAITING:
-            outside, self._outside = self._outside, []
-            for place in outside:
-                if not place.done():
-                    place.set_result(None)
 
 
 class _Line(Generic[K]):

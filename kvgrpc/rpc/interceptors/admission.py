@@ -18,7 +18,7 @@ from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, SMALL_BYTES
 from kvgrpc.rpc.shares import Shares
 
 # A server that is full can still be looked at, and drained. Watching health is a stream like others.
-_NOT_COUNTED = ("/kvgrpc.v1.ServerService/", HEALTH_CHECK)
+NOT_COUNTED = ("/kvgrpc.v1.ServerService/", HEALTH_CHECK)
 
 # Of requests above 64 KiB that are read or worked on: two of 4 MiB of one connection, eleven of one caller.
 MOST_BODY_BYTES = 96 * 1024 * 1024
@@ -124,7 +124,7 @@ class Admission:
 
     def layer(self, method: Method, inner: Behaviour) -> Behaviour:
         """Counts the call, or raises TooManyRequests with the time after which to try again."""
-        if method.path.startswith(_NOT_COUNTED):
+        if method.path.startswith(NOT_COUNTED):
             return inner
         bounded = self._of_caller(method, inner)
         return self._stream(method, bounded) if method.streams else self._call(method, bounded)

@@ -13,11 +13,11 @@ from typing import Any, TypeAlias, cast
 import grpc
 from google.protobuf.message import Message
 
-from kvgrpc.errors import FrameTooLarge, InvalidRequest
+from kvgrpc.errors import FrameTooLarge, InvalidRequest, TooManyRequests
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.rpc.callers import PEER
 from kvgrpc.rpc.credentials.audience import Audiences
-from kvgrpc.rpc.interceptors.admission import Admission
+from kvgrpc.rpc.interceptors.admission import NOT_COUNTED, Admission
 from kvgrpc.rpc.interceptors.auth import auth
 from kvgrpc.rpc.interceptors.call import Behaviour, Context, Layer, Method
 from kvgrpc.rpc.interceptors.deadline import deadline
@@ -87,8 +87,10 @@ class _Interceptor(grpc.aio.ServerInterceptor):
         return made
 
     def _layered(self, behaviour: Behaviour, method: Method) -> Any:
-        for layer in reversed(self._layers):
-            behaviour = layer(method, behaviour)
+        behaviour = _within(self._layers, method, behaviour)
+        # It is counted, and its exception becomes a status; nothing else happens.
+        refuse = _within([telemetry, errors], method, _refuse)
+        probe = method.path.startswith(NOT_COUNTED)
 
         # The library looks for a coroutine function, and partial objects and the like do not always count as one.
         async def call(request: Any, context: Context) -> Any:
@@ -97,9 +99,25 @@ class _Interceptor(grpc.aio.ServerInterceptor):
 
         async def call_in_turns(request: Any, context: Context) -> Any:
             PEER.set(context.peer())
-            return await Turns.of_this_loop().in_turns(cast(Coroutine[Any, Any, Any], behaviour(request, context)))
+            turns = Turns.of_this_loop()
+            try:
+                leave = turns.place(probe=probe)
+            except TooManyRequests as error:
+                return await refuse(error, context)
+            return await turns.in_turns(cast(Coroutine[Any, Any, Any], behaviour(request, context)), leave)
 
         return call if method.path == SESSION else call_in_turns
+
+
+def _within(layers: Sequence[Layer], method: Method, behaviour: Behaviour) -> Behaviour:
+    for layer in reversed(layers):
+        behaviour = layer(method, behaviour)
+    return behaviour
+
+
+async def _refuse(request: Any, context: Context) -> None:
+    """Of a call without a place, whose "request" is the error."""
+    raise request
 
 
 _ARITIES: dict[tuple[bool, bool], Callable[[Any], tuple[Any, Callable[..., Any]]]] = {

@@ -23,9 +23,10 @@ MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE = 3, 4
 class Connection:
     """One plaintext connection. ``frames``: all that came, as (type, flags, stream, payload)."""
 
-    def __init__(self, address: str, *, answer_pings: bool = True) -> None:
+    def __init__(self, address: str, *, answer_pings: bool = True, source: str = "") -> None:
+        """``source``: the address that it comes from, where it is not the one that the system takes."""
         host, port = split(address)
-        self.socket = socket.create_connection((host, int(port)), 10)
+        self.socket = socket.create_connection((host, int(port)), 10, (source, 0) if source else None)
         self.frames: list[tuple[int, int, int, bytes]] = []
         self.closed = threading.Event()
         self.closed_at = 0.0

@@ -13,11 +13,14 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import InvalidRequest, TooManyRequests
 from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.rpc.methods import HEALTH_CHECK
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.rpc.status import error_from
@@ -32,7 +35,7 @@ from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from kvgrpc.wire import rank_ref_to_pb
 from tests.contract.certificates import OPENSSL, Authority
 from tests.contract.hostile.conftest import TIMING
-from tests.contract.hostile.http2 import HEADERS, Connection
+from tests.contract.hostile.http2 import END_STREAM, HEADERS, Connection
 from tests.contract.hostile.largest import TRANSFER, said
 from tests.contract.hostile.loop_turns import turns_of_the_loop
 from tests.contract.hostile.test_floods import hand_over, resident
@@ -98,34 +101,78 @@ class TestTopology:
         assert rooms > 4 and turns.longest < LONGEST_TURN_SECONDS
 
 
-def test_while_rooms_go_on_calls_wait_for_their_turns_and_rooms_for_no_call(
-    prefill: RankHost, decode: RankHost
-) -> None:
+@pytest.fixture
+def long_rest(prefill: RankHost, decode: RankHost) -> Iterator[Turns]:
+    """The turns of the loop, one of which is somebody's until the test ends it by ``_next``."""
     hand_over(prefill, decode)
     loop = LoopThread.shared()
 
-    async def begin_a_long_rest() -> Turns:
+    async def begin() -> Turns:
         turns = Turns.of_this_loop()
         assert turns._hurries_until > 0, "the hand-off told nobody that it went on"
         await until(lambda: not turns._busy)  # a piece of the rank's own calls, at whose end the next one begins
         turns._busy, turns._hurries_until = True, float("inf")
         return turns
 
-    async def end(turns: Turns) -> None:
-        turns._hurries_until = 0.0
-        turns._next()
-
-    turns = loop.run(begin_a_long_rest(), 20)
+    turns = loop.run(begin(), 20)
     try:
-        with grpc.insecure_channel(prefill.rank.address) as channel:
-            call = TransferServiceStub(channel).ListRooms.future(pb.ListRoomsRequest(), timeout=60)
-            wait_until(lambda: turns._count >= 1)  # the rank's own calls wait too
-            hand_over(prefill, decode)
-            assert not call.done()
-            loop.run(end(turns), 20)
-            call.result()
+        yield turns
     finally:
-        loop.run(end(turns), 20)
+        loop.run(end_of(turns), 20)
+
+
+async def end_of(turns: Turns) -> None:
+    turns._hurries_until = 0.0
+    turns._next()
+
+
+def test_while_rooms_go_on_calls_wait_for_their_turns_and_rooms_for_no_call(
+    long_rest: Turns, prefill: RankHost, decode: RankHost
+) -> None:
+    with grpc.insecure_channel(prefill.rank.address) as channel:
+        call = TransferServiceStub(channel).ListRooms.future(pb.ListRoomsRequest(), timeout=60)
+        wait_until(lambda: long_rest._waiting)  # the rank's own calls wait too
+        hand_over(prefill, decode)
+        assert not call.done()
+        LoopThread.shared().run(end_of(long_rest), 20)
+        call.result()
+
+
+def ask(connection: Connection, path: str, request: Message) -> int:
+    stream = connection.begin(path)
+    connection.message(stream, request.SerializeToString())
+    return stream
+
+
+def answered(connection: Connection) -> dict[int, bytes]:
+    """Trailers of the calls that are over, by their streams."""
+    frames = list(connection.frames)
+    return {stream: raw for kind, flags, stream, raw in frames if kind == HEADERS and flags & END_STREAM}
+
+
+def test_one_address_leaves_places_to_others_and_to_probes_before_anybody_asked_who_it_is(
+    long_rest: Turns, prefill: RankHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its calls filled all that wait for their turns: whoever came after them was not even looked at."""
+    monkeypatch.setattr(long_rest._places, "_limit", 64)
+    with contextlib.ExitStack() as stack:
+        greedy = [stack.enter_context(Connection(prefill.rank.address, source="127.0.0.2")) for _ in range(4)]
+        for connection in greedy:
+            for _ in range(100):
+                ask(connection, TRANSFER + "ListRooms", pb.ListRoomsRequest())
+        # A connection may have 16 in any case, the four together half of all.
+        wait_until(lambda: sum(len(answered(connection)) for connection in greedy) >= 368)
+        refusals = [raw for connection in greedy for raw in answered(connection).values()]
+        assert len(refusals) < 400 and any(b"which may have as many as it leaves to others" in raw for raw in refusals)
+
+        channel = stack.enter_context(grpc.insecure_channel(prefill.rank.address))
+        honest = TransferServiceStub(channel).ListRooms.future(pb.ListRoomsRequest(), timeout=60)
+        health = ask(greedy[0], HEALTH_CHECK, health_pb2.HealthCheckRequest())
+        wait_until(lambda: long_rest._probes.count == 1 and ("", "127.0.0.1") in long_rest._places._of_callers)
+        assert not honest.done() and health not in answered(greedy[0])
+        LoopThread.shared().run(end_of(long_rest), 20)
+        honest.result()
+        wait_until(lambda: health in answered(greedy[0]))
 
 
 def test_large_requests_of_one_caller_wait_outside_until_there_is_room_for_them(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import kvgrpc.rpc.turns
+from kvgrpc.errors import TooManyRequests
 from kvgrpc.rpc.callers import CALLER, PEER, Caller
 from kvgrpc.rpc.interceptors.chain import _decoded
 from kvgrpc.rpc.turns import LARGE_BYTES, LONGEST_REST_SECONDS, PIECE_SECONDS, Turns, _Line, _Waiting, in_pieces
@@ -201,7 +202,7 @@ async def test_while_hand_offs_go_on_a_session_waits_for_one_step_and_no_rest(mo
     steps.turns._hurries_until = float("inf")
     steps.turns._owed, steps.turns._owed_at = 1e6, time.monotonic()
     greedy = [asyncio.create_task(steps.call(f"greedy {number}", 100)) for number in range(8)]
-    await until(lambda: steps.turns._count == 8)
+    await until(lambda: sum(map(len, steps.turns._waiting._calls.values())) == 8)
 
     async def session() -> None:
         CALLER.set(Caller("peer"))
@@ -217,22 +218,58 @@ async def test_while_hand_offs_go_on_a_session_waits_for_one_step_and_no_rest(mo
     assert len([name for names in steps.of_turns for name in names]) < 20
 
 
-async def test_no_more_calls_are_taken_than_may_wait_for_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvgrpc.rpc.turns, "MOST_WAITING", 5)
-    steps, taken = Steps(), list[asyncio.Future[str]]()
-    steps.turns._hurries_until = float("inf")
-    await steps.turns.room()  # there is
+async def waiting(turns: Turns, host: str, port: int = 1, *, probe: bool = False) -> str:
+    """A call that takes a place, and its turn when that comes."""
 
-    async def take_more() -> str:
-        while len(taken) < 20:
-            await steps.turns.room()
-            assert steps.turns._count < 5
-            taken.append(asyncio.ensure_future(steps.call("greedy", 1)))
-            await asyncio.sleep(0)
-        return ""
+    async def nothing() -> str:
+        return host
 
-    await steps.ended(take_more())
-    assert await asyncio.wait_for(asyncio.gather(*taken), 60) == ["greedy"] * 20
+    PEER.set(f"ipv4:{host}:{port}")
+    leave = turns.place(probe=probe)
+    return await turns.in_turns(nothing(), leave)
+
+
+async def test_a_host_leaves_places_to_others_and_its_connections_to_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kvgrpc.rpc.turns, "MOST_WAITING", 256)
+    monkeypatch.setattr(kvgrpc.rpc.turns, "MOST_PROBES", 2)
+    turns = Turns()
+    turns._hurries_until, turns._busy = float("inf"), True  # somebody's piece, that does not end
+    asked = [asyncio.create_task(waiting(turns, "10.0.0.1", port)) for port in (1, 2) for _ in range(300)]
+    asked += [asyncio.create_task(waiting(turns, "10.0.0.2")) for _ in range(10)]
+    asked += [asyncio.create_task(waiting(turns, "10.0.0.1", 3, probe=True)) for _ in range(2)]
+    await until(lambda: turns._places.count == 64 + 32 + 10 and turns._probes.count == 1)
+    refused = [task for task in asked if task.done()]
+    assert len(refused) == 500 + 4 + 1
+    assert {type(task.exception()) for task in refused} == {TooManyRequests}
+    turns._next()
+    assert len(await asyncio.wait_for(asyncio.gather(*(task for task in asked if task not in refused)), 20)) == 107
+    assert not turns._places.count and not turns._probes.count
+
+
+async def test_a_call_that_ends_while_it_waits_leaves_its_place() -> None:
+    turns = Turns()
+    turns._hurries_until, turns._busy = float("inf"), True
+    task = asyncio.create_task(waiting(turns, "10.0.0.1"))
+    await until(lambda: turns._places.count == 1)
+    task.cancel()
+    await asyncio.wait([task])
+    assert not turns._places.count
+
+
+async def test_refusals_rest_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvgrpc.rpc.turns, "MOST_WAITING", 0)
+    monkeypatch.setattr(kvgrpc.rpc.turns, "REFUSAL_REST_SECONDS", 0.02)
+    turns = Turns()
+    turns._hurries_until, turns._busy = float("inf"), True
+    began = time.monotonic()
+    for _ in range(10):
+        await turns.room()
+        with pytest.raises(TooManyRequests):
+            turns.place(probe=False)
+    await turns.room()
+    assert time.monotonic() - began >= 0.2
 
 
 @pytest.mark.parametrize("steps", [1, 0], ids=["while it waits for its turn", "while it awaits"])
