@@ -73,10 +73,14 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "managers": (
         "transfer/runtime/manager.py transfer/runtime/decode_manager.py transfer/runtime/prefill_manager.py"
         " transfer/runtime/session_writer.py transfer/runtime/boundary.py",
-        ("contract/transfer/test_sessions.py", "contract/transfer/test_limits.py"),
+        (
+            "contract/transfer/test_sessions.py",
+            "contract/transfer/test_session_rooms.py",
+            "contract/transfer/test_limits.py",
+        ),
     ),
     "rpc": (
-        "rpc/*.py rpc/interceptors/*.py",
+        "rpc/*.py rpc/credentials/*.py rpc/interceptors/*.py",
         ("unit/rpc", "contract/test_security.py", "contract/test_callers.py"),
     ),
     "server": (
