@@ -184,6 +184,11 @@ def gigabytes(rate: float) -> str:
     return "<.01" if 0 < rate < 0.005 else f"{rate:.2f}"
 
 
+def counted(number: int, noun: str) -> str:
+    """For people: 1 room, 2 rooms."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def size(nbytes: float) -> str:
     """Bytes for people: 512 B, 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -29,7 +29,7 @@ MAIN = (sys.executable, "-m", "kvgrpc")
 ANSWERS = (
     ("READY", "H is not READY: H/dp0/pp0/cp0/tp1 did not register"),
     ("P/dp0/pp0/cp0/tp0", "D/dp0/pp0/cp0/tp0", "kv 512 x"),
-    ("X 127.0.0.1:", "missing", "PEER_UNREACHABLE", "4 ranks are registered"),
+    ("X 127.0.0.1:", "missing", "PEER_UNREACHABLE", "registered: 4 ranks"),
     ("SERVING", "no answer: PEER_UNREACHABLE", "rooms/min"),
     ("OPEN", "p99", "GB/s"),
     (str(WELL), "SUCCESS", "bootstrap", "transfer"),

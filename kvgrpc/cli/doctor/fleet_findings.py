@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvgrpc.cli.doctor.finding import Finding
 from kvgrpc.cli.fitting import Name
 from kvgrpc.cli.names import row_name, value_name
+from kvgrpc.cli.output import counted
 from kvgrpc.net import split
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def fleet_findings(client: SyncClient, timeout: float) -> Iterator[Finding]:
         return info, skew, [each for each, reached in zip(info.data_plane_endpoints, tried, strict=True) if not reached]
 
     answers = client.ask_ranks(look)
-    yield Finding(f"registry {client.address}", "ok", f"{len(answers)} ranks are registered")
+    yield Finding(f"registry {client.address}", "ok", f"registered: {counted(len(answers), 'rank')}")
     for answer in answers:
         yield _of_rank(answer)
     yield from _differences([answer.value[0] for answer in answers if answer.value is not None])
@@ -79,7 +80,9 @@ def _differences(infos: Sequence[GetServerInfoResponse]) -> Iterable[Finding]:
     for name in _COMPARED:
         found = Counter(info.version if name == "kvgrpc" else info.versions.get(name, "") for info in infos)
         if len(found) > 1:
-            said = ", ".join(f"{version or 'unknown'} ({count} ranks)" for version, count in found.most_common())
+            said = ", ".join(
+                f"{version or 'unknown'} ({counted(count, 'rank')})" for version, count in found.most_common()
+            )
             yield Finding(f"versions of {name}", "note", said)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvgrpc.cli.fitting import Name
 from kvgrpc.cli.fleet.tables import layouts_of
 from kvgrpc.cli.names import incarnation_name, reason_name, role_name, row_name, seconds_of
-from kvgrpc.cli.output import gigabytes, size
+from kvgrpc.cli.output import counted, gigabytes, size
 from kvgrpc.cli.rooms.command import pages_done, peers_of, state_name
 from kvgrpc.errors import RoomNotFound
 
@@ -93,7 +93,7 @@ def _steps(side: RoomSide) -> Iterator[tuple[float, RoomSide, str]]:
         yield known, side, f"knows its peer {peers_of(room)}"
         yield known + side.stages["wait"], side, there
         speed = f", {gigabytes(room.end.gigabytes_per_second)} GB/s" if room.end.bytes else ""
-        yield side.ended, side, f"SUCCESS: {room.pages} pages, {size(room.end.bytes)}{speed}"
+        yield side.ended, side, f"SUCCESS: {counted(room.pages, 'page')}, {size(room.end.bytes)}{speed}"
     elif room.HasField("failure"):
         yield side.ended, side, f"FAILED: {reason_name(room.failure)}, {pages_done(room)} pages of {room.pages or '?'}"
     else:

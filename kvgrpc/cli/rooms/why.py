@@ -12,7 +12,7 @@ from kvgrpc.cli.connection import calls_a_registry, json_option
 from kvgrpc.cli.failures import ToldWith
 from kvgrpc.cli.fleet.tables import unanswered, with_short_names
 from kvgrpc.cli.names import rank_name, role_name, row_name
-from kvgrpc.cli.output import columns_here, milliseconds, show_record, show_table, wide_option
+from kvgrpc.cli.output import columns_here, counted, milliseconds, show_record, show_table, wide_option
 from kvgrpc.cli.rooms.command import ATTEMPT, ROOM, ROOM_COLUMNS, STAGES, failure_fields, room_row
 from kvgrpc.cli.rooms.story import look_at_room, steps_of
 from kvgrpc.errors import Reason, RoomNotFound
@@ -87,7 +87,7 @@ def _nobody_knows(told: Story, registry: str) -> ToldWith:
         return ToldWith(error, NO_RANKS.format(registry=registry))
     silent = [rank_name(each.row.rank) for each in told.silent[:_NAMED]]
     error = RoomNotFound(
-        f"none of {told.asked} ranks at {registry} knows room {told.room} attempt {told.attempt}"
+        f"none of {counted(told.asked, 'rank')} at {registry} knows room {told.room} attempt {told.attempt}"
         + (f"; {len(told.silent)} did not answer: {', '.join(silent)}" if silent else ""),
         metadata=metadata,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvgrpc.cli.output import some_of, table_of
+from kvgrpc.cli.output import counted, some_of, table_of
 from kvgrpc.cli.rooms import why
 from kvgrpc.cli.rooms.command import (
     ROOM_COLUMNS,
@@ -52,7 +52,7 @@ def ranks_screen(
     )
     wanted = f"  filter: {order.wanted}{'_' if order.typing else ''}" if order.wanted or order.typing else ""
     return Group(
-        Text(f"{title}: {len(ranks)} of {len(lines)} ranks{wanted}", style="dim"),
+        Text(f"{title}: {len(ranks)} of {counted(len(lines), 'rank')}{wanted}", style="dim"),
         Text(KEYS, style="dim"),
         table,
         Text(failures_by_reason(ranks), style="red"),

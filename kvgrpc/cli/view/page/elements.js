@@ -73,6 +73,7 @@ export function size(bytes) {
 }
 
 // Of 10^9 bytes a second.
+export const counted = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 export const rate = (speed) => (!speed ? "" : speed < 0.1 ? `${(speed * 1000).toFixed(speed < 0.01 ? 1 : 0)} MB/s` : `${speed.toFixed(2)} GB/s`);
 
 export function took(seconds) {

@@ -1,6 +1,6 @@
 // Ranks as boxes, prefill left and decode right; sessions as curves between them.
 
-import { rate } from "/elements.js";
+import { counted, rate } from "/elements.js";
 
 const NAMESPACE = "http://www.w3.org/2000/svg";
 const ROW = 30, HEAD = 24, GAP = 12;
@@ -69,7 +69,7 @@ function title(engine, most) {
 }
 
 function node(rank, words, x, y, width) {
-  const said = rank.answers ? `${inFlight(rank)} rooms in flight` : `no answer: ${rank.why}`;
+  const said = rank.answers ? `${counted(inFlight(rank), "room")} in flight` : `no answer: ${rank.why}`;
   const count = rank.answers ? String(inFlight(rank)) : "✕";
   return ["g", { class: rank.answers ? "node" : "node silent" }, "", [
     ["title", {}, `${rank.name}, ${rank.address}: ${said}`],
@@ -94,11 +94,11 @@ function session(link, at) {
     class: open ? "session" : "session not-open",
     d: `M${at.x1},${at.y1} C${at.c1},${at.y1} ${at.c2},${at.y2} ${at.x2},${at.y2}`,
     "stroke-width": open ? (1.5 + Math.min(4, Math.log2(1 + link.rooms))).toFixed(1) : 2,
-  }, "", [["title", {}, `${link.ends.join(" – ")}: ${link.state}, ${link.rooms} rooms, ${link.pending} to be told, ${link.well} went well, ${link.failed} failed`]]];
+  }, "", [["title", {}, `${link.ends.join(" – ")}: ${link.state}, ${counted(link.rooms, "room")}, ${link.pending} to be told, ${link.well} went well, ${link.failed} failed`]]];
 }
 
 function label(link, at) {
-  const words = link.state !== "OPEN" ? link.state.toLowerCase() : link.speed ? rate(link.speed) : link.rooms ? `${link.rooms} rooms` : "";
+  const words = link.state !== "OPEN" ? link.state.toLowerCase() : link.speed ? rate(link.speed) : link.rooms ? counted(link.rooms, "room") : "";
   return ["text", { class: "session-label", x: at.x1 + (at.x2 - at.x1) * 0.32, y: at.y1 + (at.y2 - at.y1) * 0.24 + 4 }, words];
 }
 

@@ -1,6 +1,6 @@
 // What states say one after the other: plots of the last minutes, and a log of what changed.
 
-import { make, rate, setText, svg, words } from "/elements.js";
+import { counted, make, rate, setText, svg, words } from "/elements.js";
 
 const SECONDS = 300, MOST_LINES = 100, WIDTH = 240, HEIGHT = 56;
 const PLOTS = [
@@ -67,11 +67,11 @@ export function log(list, state) {
 function standing(state) {
   const ranks = state.engines.flatMap((engine) => engine.ranks);
   return {
-    engines: new Map(state.engines.map((engine) => [engine.name, engine.ready ? "READY" : `${engine.registered} of ${engine.expected} ranks`])),
+    engines: new Map(state.engines.map((engine) => [engine.name, engine.ready ? "READY" : `${engine.registered} of ${counted(engine.expected, "rank")}`])),
     ranks: new Map(ranks.map((rank) => [rank.name, rank.answers ? "answers" : `no answer: ${words(rank.why)}`])),
     links: new Map(state.links.map((link) => [link.ends.join(" – "), link.state])),
     failed: new Map(state.failed.map((room) => [`${room.room} ${room.attempt} ${room.rank}`, room])),
-    operations: new Map(state.operations.map((each) => [`${each.kind} of ${each.pages} pages at ${each.rank}`, "runs"])),
+    operations: new Map(state.operations.map((each) => [`${each.kind} of ${counted(each.pages, "page")} at ${each.rank}`, "runs"])),
     pulls: new Map(state.pulls.map((pull) => [`pull ${pull.way} ${pull.rank}, ${pull.peer}`, "runs"])),
   };
 }

@@ -1,7 +1,7 @@
 // Reads /events and shows each state. All text comes from other processes: it is only ever set as text.
 
 import { draw, inFlight, signature } from "/graph.js";
-import { fillBars, fillRows, make, rate, setText, show, size, took, words } from "/elements.js";
+import { counted, fillBars, fillRows, make, rate, setText, show, size, took, words } from "/elements.js";
 import { log, plot } from "/past.js";
 import { listen, openRoom } from "/room.js";
 
@@ -59,7 +59,7 @@ function rooms(state) {
 function caches(ranks) {
   const tiers = ranks.flatMap((rank) => (rank.cache ? rank.cache.tiers.map((tier) => {
     const used = Number(tier.used), pages = Number(tier.pages); // 0: only storage itself knows how much fits
-    const share = pages ? `${Math.round((100 * used) / pages)} %` : `${used} pages`;
+    const share = pages ? `${Math.round((100 * used) / pages)} %` : counted(used, "page");
     return [`${rank.name} ${tier.tier}`, used, pages, `${share}, ${size(used * tier.page_bytes)}`, "pages in use"];
   }) : []));
   fillBars(at("caches"), "meter", tiers, "No rank serves a cache.");
@@ -120,8 +120,8 @@ function graph() {
   const silent = shown.ranks.silent;
   const unshown = shown.ranks.all - shown.ranks.shown;
   setText(at("graph-said"), [
-    `${shown.ranks.all} ranks, ${silent || "none"} without an answer, ${shown.links.length} sessions. The numbers are rooms in flight.`,
-    missing ? `${missing} sessions are not drawn.` : "", unshown ? `${unshown} ranks are not shown.` : "",
+    `${counted(shown.ranks.all, "rank")}, ${silent || "none"} without an answer, ${counted(shown.links.length, "session")}. The numbers are rooms in flight.`,
+    missing ? `${counted(missing, "session")} not drawn.` : "", unshown ? `${counted(unshown, "rank")} not shown.` : "",
   ].join(" ").trim());
 }
 
