@@ -60,8 +60,8 @@ COLD = (
     Stage("registry has answered", "decode", "runtime.resolve", "PrefillResolver._bind"),
     Stage("session is dialled", "decode", "runtime.decode_manager", "DecodeManager._dial"),
     Stage("hello is read", "prefill", "runtime.prefill_manager", "PrefillManager._open"),
-    Stage("peer is attached", "prefill", "runtime.worker", "TransferWorker._attach_early"),
-    Stage("peer is attached, done", "prefill", "runtime.worker", "TransferWorker._attach_early", ends=True),
+    Stage("peer is attached", "prefill", "runtime.writing.worker", "TransferWorker._attach_early"),
+    Stage("peer is attached, done", "prefill", "runtime.writing.worker", "TransferWorker._attach_early", ends=True),
     Stage("welcome is read", "decode", "runtime.decode_manager", "DecodeManager._welcome"),
 )
 WARM = (
@@ -71,8 +71,8 @@ WARM = (
     Stage("frame is read", "prefill", "protocol.prefill.core", "PrefillCore.on_frame"),
     Stage("engine sends", "prefill", "sender", "KVSender.send"),
     Stage("loop takes the pages", "prefill", "runtime.prefill_manager", "PrefillManager._take_chunk"),
-    Stage("writes begin", "prefill", "runtime.worker", "TransferWorker._planned"),
-    Stage("writes are submitted", "prefill", "runtime.worker", "TransferWorker._start", ends=True),
+    Stage("writes begin", "prefill", "runtime.writing.worker", "TransferWorker._planned"),
+    Stage("writes are submitted", "prefill", "runtime.writing.worker", "TransferWorker._start", ends=True),
     Stage("outcome is told", "prefill", "protocol.prefill.core", "PrefillCore.on_outcome"),
     Stage("answer is encoded", "prefill", "wire", "encode_responses"),
     Stage("answer is read", "decode", "protocol.decode.core", "DecodeCore.on_frame"),

@@ -19,8 +19,8 @@ from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.settings import layered
 from kvgrpc.transfer.aux_rows import AuxBuffer
 from kvgrpc.transfer.protocol.types import Bounds, Timing
-from kvgrpc.transfer.runtime.gather import BLOCK_BYTES
 from kvgrpc.transfer.runtime.manager import MAX_FRAME_BYTES
+from kvgrpc.transfer.runtime.writing.gather import BLOCK_BYTES
 
 # Below it the names and pools of an ordinary Hello would not fit.
 SMALLEST_FRAME_BYTES = 64 * 1024

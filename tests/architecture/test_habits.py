@@ -112,7 +112,7 @@ THREADS = {
     "prefetch/storage/mooncake/child.py": "the Store's own process, whose parent watches it",
     "prefetch/storage/mooncake/link.py": "the link to the Store's process; its calls end by their deadline",
     "rpc/loop.py": "the loop; its healthy",
-    "transfer/runtime/worker.py": "the data plane's worker; the manager's healthy",
+    "transfer/runtime/writing/worker.py": "the data plane's worker; the manager's healthy",
 }
 
 

@@ -57,8 +57,8 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     # Shells, which do I/O: a fault lives in a fork, so their tests begin no gRPC before it.
     "runtime": (
         "transfer/runtime/resolve.py transfer/runtime/room_locator.py transfer/runtime/death_proofs.py"
-        " transfer/runtime/worker.py transfer/runtime/guarded.py transfer/runtime/gather.py"
-        " transfer/runtime/write_queues.py transfer/runtime/dead_peers.py transfer/runtime/past_rooms.py",
+        " transfer/runtime/writing/worker.py transfer/runtime/guarded.py transfer/runtime/writing/gather.py"
+        " transfer/runtime/writing/queues.py transfer/runtime/dead_peers.py transfer/runtime/past_rooms.py",
         (
             *(
                 "unit/transfer/test_prefill_resolver.py",

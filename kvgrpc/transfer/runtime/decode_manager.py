@@ -23,7 +23,6 @@ from kvgrpc.transfer.protocol.decode.core import DecodeCore, DecodePair, DecodeR
 from kvgrpc.transfer.protocol.page_check import WrittenPages
 from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT, DecodeEntry
 from kvgrpc.transfer.runtime.boundary import EngineHandle, RoomRequest
-from kvgrpc.transfer.runtime.checksums import PeerPages
 from kvgrpc.transfer.runtime.dead_peers import DeadPeers
 from kvgrpc.transfer.runtime.death_proofs import NOTHING, DeathProofs
 from kvgrpc.transfer.runtime.manager import (
@@ -38,6 +37,7 @@ from kvgrpc.transfer.runtime.manager import (
 from kvgrpc.transfer.runtime.resolve import Changes, PrefillResolver, ReceiverRoom, Resolve
 from kvgrpc.transfer.runtime.session_writer import SessionWriter
 from kvgrpc.transfer.runtime.timed_handle import TimedHandle
+from kvgrpc.transfer.runtime.writing.checksums import PeerPages
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub

@@ -41,7 +41,7 @@ from kvgrpc.transfer.runtime.manager import (
     TransferManager,
 )
 from kvgrpc.transfer.runtime.session_writer import SessionWriter
-from kvgrpc.transfer.runtime.worker import Outcomes, PeerMemory, TransferWorker
+from kvgrpc.transfer.runtime.writing.worker import Outcomes, PeerMemory, TransferWorker
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.wire import (

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvgrpc.transfer.runtime.write_queues import SubmissionQueue
+from kvgrpc.transfer.runtime.writing.queues import SubmissionQueue
 
 
 class Submission:

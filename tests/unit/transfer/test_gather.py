@@ -17,10 +17,17 @@ from kvgrpc.model import Pool, PoolKind, RankId, RankRef, Region
 from kvgrpc.transfer.layout.plan import Geometry, Plan, geometry
 from kvgrpc.transfer.protocol.prefill.core import PrefillPair, PrefillRoom, Submission
 from kvgrpc.transfer.protocol.types import RoomKey
-from kvgrpc.transfer.runtime import gather
-from kvgrpc.transfer.runtime.gather import BLOCK_BYTES, SLOTS, GatheredTransfer, GatherStaging, PeerSlots, slices_of
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
-from kvgrpc.transfer.runtime.worker import PeerMemory, TransferWorker
+from kvgrpc.transfer.runtime.writing import gather
+from kvgrpc.transfer.runtime.writing.gather import (
+    BLOCK_BYTES,
+    SLOTS,
+    GatheredTransfer,
+    GatherStaging,
+    PeerSlots,
+    slices_of,
+)
+from kvgrpc.transfer.runtime.writing.worker import PeerMemory, TransferWorker
 
 TOKENS, HEADS, DIM, LAYERS, PAGES = 4, 4, 8, 3, 9
 RUN_BYTES = TOKENS * HEADS // 2 * DIM  # of half of the heads

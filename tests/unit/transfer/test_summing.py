@@ -15,10 +15,10 @@ from kvgrpc.model import Pool, RankId, RankRef
 from kvgrpc.transfer.protocol.destination import U32Array
 from kvgrpc.transfer.protocol.prefill.core import PrefillPair, PrefillRoom, Submission
 from kvgrpc.transfer.protocol.types import RoomKey
-from kvgrpc.transfer.runtime import write_queues
-from kvgrpc.transfer.runtime.checksums import PageReader
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
-from kvgrpc.transfer.runtime.worker import PeerMemory, TransferWorker
+from kvgrpc.transfer.runtime.writing import queues as write_queues
+from kvgrpc.transfer.runtime.writing.checksums import PageReader
+from kvgrpc.transfer.runtime.writing.worker import PeerMemory, TransferWorker
 from tests.support.waiting import wait_until
 
 PAGES, PAGE_BYTES = 64, 1 << 20

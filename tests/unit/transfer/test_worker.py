@@ -16,7 +16,7 @@ from kvgrpc.model import Pool, PoolKind, RankId, RankRef, Region
 from kvgrpc.transfer.protocol.prefill.core import PrefillPair, PrefillRoom, Submission
 from kvgrpc.transfer.protocol.types import RoomKey, Timing
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
-from kvgrpc.transfer.runtime.worker import PeerMemory, TransferWorker
+from kvgrpc.transfer.runtime.writing.worker import PeerMemory, TransferWorker
 from tests.support.waiting import wait_until
 
 POOL = Pool("kv", PoolKind.KV, 1, 8, "uint8", (Region(0, "kv", 4096, 16, 16),))

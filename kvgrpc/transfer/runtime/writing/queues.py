@@ -15,8 +15,8 @@ import numpy as np
 from kvgrpc.dataplane.base import Result
 from kvgrpc.transfer.protocol.destination import U32Array
 from kvgrpc.transfer.protocol.prefill.core import PrefillPair, Submission
-from kvgrpc.transfer.runtime.checksums import PageReader
 from kvgrpc.transfer.runtime.guarded import attempt
+from kvgrpc.transfer.runtime.writing.checksums import PageReader
 
 # 9 ms where a region has 64 KiB a page, 80 ms where it has 256 bytes.
 BYTES_OF_A_TURN = 8 << 20

@@ -20,10 +20,10 @@ from kvgrpc.model import Pool
 from kvgrpc.observability import metrics
 from kvgrpc.transfer.layout.plan import Geometry, Plan, geometry, joined
 from kvgrpc.transfer.protocol.prefill.core import PrefillPair, PrefillRoom, Submission
-from kvgrpc.transfer.runtime.checksums import PageReader
-from kvgrpc.transfer.runtime.gather import GatheredTransfer, GatherStaging, PeerSlots
 from kvgrpc.transfer.runtime.guarded import GuardedPlane, attempt
-from kvgrpc.transfer.runtime.write_queues import Sets, SubmissionQueue, SummingQueue
+from kvgrpc.transfer.runtime.writing.checksums import PageReader
+from kvgrpc.transfer.runtime.writing.gather import GatheredTransfer, GatherStaging, PeerSlots
+from kvgrpc.transfer.runtime.writing.queues import Sets, SubmissionQueue, SummingQueue
 
 logger = logging.getLogger(__name__)
 Outcomes = list[tuple[Submission, Result]]
