@@ -98,8 +98,8 @@ def test_with_a_lower_bound_on_silence_a_held_interpreter_fails_its_rooms_in_tha
     moment = time.monotonic()
     silent.ask("hold", HELD_SECONDS)
     (state,) = awake.call("wait", side, [4], [FAILED]).values()
-    # Its last word is up to a heartbeat older than the hold.
-    assert state[1] == "PEER_LOST" and 4.0 < state[2] - moment < 5.0 + BUSY_SECONDS
+    # Its last word is a heartbeat older than the hold, more on a busy machine; after the hold it would speak again.
+    assert state[1] == "PEER_LOST" and 3.0 < state[2] - moment < HELD_SECONDS
     silent.answer()
     decode.call("wait_release", [4])
     decode.call("receive", 20, prefill.address, [8])

@@ -19,6 +19,7 @@ from kvgrpc.errors import (
     TooManyRequests,
 )
 from kvgrpc.prefetch.storage import open_backend
+from kvgrpc.rpc.status import error_from
 from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
@@ -84,9 +85,11 @@ class TestPrefetch:
                 pages = pb.PromptPages(tokens=prompt(6))
                 first = client.start_prefetch(pages, request_id="r")
                 assert client.start_prefetch(pages, request_id="r").operation_id == first.operation_id
-                # It may be repeated, and the client does until its time is over.
-                with SyncClient(cache.address, timeout=2.0) as hasty, pytest.raises(TooManyRequests):
-                    hasty.start_prefetch(pages, request_id="s")
+                # Asked once: the client would ask until its time is over.
+                with grpc.insecure_channel(cache.address) as channel, pytest.raises(grpc.RpcError) as refused:
+                    another = pb.StartPrefetchRequest(pages=pages, request_id="s")
+                    PrefetchServiceStub(channel).StartPrefetch(another, timeout=30)
+                assert isinstance(error_from(refused.value), TooManyRequests)
                 draining = beside.submit(client.drain, 30.0)
                 wait_until(lambda: client.health() != "SERVING")
                 assert client.start_prefetch(pages, request_id="r").operation_id == first.operation_id

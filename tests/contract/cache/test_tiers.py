@@ -24,6 +24,7 @@ from kvgrpc.prefetch.model import NotEnoughPages
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
 from kvgrpc.prefetch.storage import open_backend
+from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import common_pb2, event_service_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
@@ -230,8 +231,11 @@ class TestTheCache:
 
     def test_a_draining_rank_begins_nothing_new(self, cache: CacheRank, client: SyncClient) -> None:
         assert client.drain(0.1).drained
-        with SyncClient(cache.address, timeout=1.0) as impatient, pytest.raises(ServerDraining):
-            impatient.start_prefetch(pb.PromptPages(tokens=prompt(8)))
+        # Asked once: the client would ask until its time is over.
+        with grpc.insecure_channel(cache.address) as channel, pytest.raises(grpc.RpcError) as refused:
+            request = pb.StartPrefetchRequest(pages=pb.PromptPages(tokens=prompt(8)), request_id="r")
+            PrefetchServiceStub(channel).StartPrefetch(request, timeout=30)
+        assert isinstance(error_from(refused.value), ServerDraining)
         assert client.get_cache_info().storage_backend == "file"
 
 

@@ -47,17 +47,22 @@ def test_it_is_the_same_message(message: Message) -> None:
 
 
 def test_no_piece_takes_long() -> None:
-    """Of the message whose parsing at once takes longest."""
-    data, longest = regions("a", 1).SerializeToString(), 0.0
-    message = registry_service_pb2.RegisterRequest()
-    steps = merge_in_pieces(message, data)
-    count = 0
+    """Of the message whose parsing at once takes longest. A piece that is long by itself is so each time; one in which
+    the processor was another's, or all garbage was looked for, is not."""
+    data = regions("a", 1).SerializeToString()
+    rounds = [times_of_pieces(registry_service_pb2.RegisterRequest(), data) for _ in range(3)]
+    took = [min(times) for times in zip(*rounds, strict=True)]
+    assert len(took) > len(data) / PIECE_BYTES / 3 and max(took) < 0.02
+
+
+def times_of_pieces(message: Message, data: bytes) -> list[float]:
+    """CPU time of this thread."""
+    steps, found = merge_in_pieces(message, data), list[float]()
     while True:
         began = time.thread_time()
         if next(steps, 0) == 0:
-            break
-        longest, count = max(longest, time.thread_time() - began), count + 1
-    assert count > len(data) / PIECE_BYTES / 3 and longest < 0.02
+            return found
+        found.append(time.thread_time() - began)
 
 
 @pytest.mark.parametrize("message", [LARGE[0], LARGE[2], LARGE[-5]], ids=["rows", "hashes", "rooms"])
