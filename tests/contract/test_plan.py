@@ -53,7 +53,7 @@ def pair(fleet: Fleet, index: SyncClient) -> tuple[CacheRank, CacheRank]:
     limits = replace(PATIENT, batch_pages=12)  # as few as four at a time say nothing of a rate
     holder = fleet.open("holder", events=EVENTS, limits=limits)
     taker = fleet.open("taker", events=EVENTS, limits=limits)
-    wait_until(lambda: bool(peer_of(taker)._holders.candidates()), 10.0)
+    wait_until(lambda: bool(peer_of(taker)._holders.candidates()))
     # So slow that a pull pays also at the speed that is measured on a busy machine.
     holder.rank.load.say(prefill_tokens_per_second=1.0, waiting_tokens=1_000)
     taker.rank.load.say(prefill_tokens_per_second=1.0)

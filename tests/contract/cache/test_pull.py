@@ -54,7 +54,7 @@ class Fleet:
     def pair(self) -> tuple[CacheRank, CacheRank]:
         """A holder, and a taker that knows it."""
         holder, taker = self.open("holder"), self.open("taker")
-        wait_until(lambda: bool(peer_of(taker)._holders.candidates()), 10.0)
+        wait_until(lambda: bool(peer_of(taker)._holders.candidates()))
         return holder, taker
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ def test_a_lookup_counts_the_pages_of_others_behind_those_that_are_here(fleet: F
 def test_what_the_holder_lacks_comes_from_storage(fleet: Fleet, tmp_path: Path) -> None:
     holder = fleet.open("holder")
     taker = fleet.open("taker", "file")
-    wait_until(lambda: bool(peer_of(taker)._holders.candidates()), 10.0)
+    wait_until(lambda: bool(peer_of(taker)._holders.candidates()))
     hashes = hashes_of(prompt(12))
     taker.store(hashes)
     holder.fill(hashes[:7])
@@ -183,7 +183,7 @@ def test_engines_of_another_model_are_not_asked(fleet: Fleet) -> None:
     taker = fleet.open("taker")
     hashes = hashes_of(prompt(8))
     holder.fill(hashes)
-    wait_until(lambda: bool(peer_of(taker)._holders.candidates()), 10.0)
+    wait_until(lambda: bool(peer_of(taker)._holders.candidates()))
     assert pulled(taker, hashes).state is OperationState.DECLINED
     assert peer_of(taker).book.rows() == []
 

@@ -95,12 +95,12 @@ class Engines(Fleet):
         ranks = [self.open(name, **settings)]
         for tp in range(1, tp_size):
             ranks.append(self.open(name, tp=tp, leader=ranks[0].address, **settings))
-        wait_until(lambda: all(rank.manager.agreeing_ranks() == tp_size for rank in ranks), 10.0)
+        wait_until(lambda: all(rank.manager.agreeing_ranks() == tp_size for rank in ranks))
         return Engine(ranks, settings["shape"].kind == "mla")
 
     def pair(self, holders: int, takers: int, **changes: Any) -> tuple[Engine, Engine]:  # type: ignore[override]
         holder, taker = self.engine("holder", holders, **changes), self.engine("taker", takers, **changes)
-        wait_until(lambda: all(peer_of(rank)._holders.candidates() for rank in taker.ranks), 10.0)
+        wait_until(lambda: all(peer_of(rank)._holders.candidates() for rank in taker.ranks))
         return holder, taker
 
 

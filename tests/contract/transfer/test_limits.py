@@ -147,7 +147,7 @@ def test_memory_that_one_call_lacks_fails_its_room_at_once_and_no_other(
             sender.init(1, 0)
             sender.send([1])
         for handle in handles.values():
-            wait_until(lambda: handle.poll() is KVPoll.Failed, 5.0)  # noqa: B023
+            wait_until(lambda: handle.poll() is KVPoll.Failed)  # noqa: B023
             assert handle.failure.reason is Reason.INTERNAL
             causes = [record.getMessage() for record in caplog.records if record.exc_info]
             assert handle.failure.metadata["requestId"] in " ".join(causes), "nobody finds what happened"
