@@ -12,10 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Protocol
 
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, TooManyRequests
 from kvgrpc.model import Tier
@@ -23,6 +20,8 @@ from kvgrpc.observability.logging import RateLimited
 from kvgrpc.prefetch.model import NotEnoughPages, TierUse, WritePolicy
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, PageState, as_pages
+from kvgrpc.prefetch.tree.loads import LoadedPages, PinnedPrefix, filled_in, last_nodes
+from kvgrpc.prefetch.tree.looks import NODES_AT_ONCE, each_node, may_purge
 from kvgrpc.prefetch.tree.prefix_tree import Node, PrefixTree
 
 if TYPE_CHECKING:
@@ -30,11 +29,7 @@ if TYPE_CHECKING:
     from kvgrpc.prefetch.copies.engine import CopyEngine
     from kvgrpc.prefetch.copies.layers import LayerSignal
 
-NODES_AT_ONCE = 256
-"""Nodes that are looked at without a pause, where all of them are."""
-
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 # tier, hashes that came ("stored") or went ("removed"), in order, and the hash before the first.
 CacheListener = Callable[[Tier, str, Sequence[str], str], None]
 _HITS = {WritePolicy.WRITE_THROUGH: 1, WritePolicy.WRITE_THROUGH_SELECTIVE: 2}
@@ -48,23 +43,6 @@ class StorageWriter(Protocol):
 
     def write_storage(self, hashes: Sequence[str], pages: Pages, *, tenant: str, extra_key: str) -> object:
         """As ``CacheController``."""
-
-
-@dataclass(eq=False, slots=True)
-class PinnedPrefix:
-    """A cached prefix that stays until ``TieredCache.release``: ``device`` pages from the front, then ``host``
-    pages. The rest is the cache's own account of its loads."""
-
-    device: tuple[int, ...]
-    host: tuple[int, ...]
-    node: Node | None
-    loading: int = 0
-    loaded: set[int] = field(default_factory=set)
-    released: bool = False
-
-    @property
-    def pages(self) -> int:
-        return len(self.device) + len(self.host)
 
 
 class TieredCache:
@@ -92,8 +70,7 @@ class TieredCache:
         self._listener = listener
         self._writer: StorageWriter | None = None
         self._tree = PrefixTree()
-        # Device pages that a load brings, or brought a second time: their request's until it is released.
-        self._loads: dict[int, PinnedPrefix] = {}
+        self._loads = LoadedPages()
         self._lock = threading.RLock()
         self._lines = RateLimited(_log)
         self._counts = {name: 0 for name in ("device_hits", "host_hits", "misses", "evicted_device", "evicted_host")}
@@ -118,7 +95,7 @@ class TieredCache:
     def release(self, held: PinnedPrefix) -> None:
         """Its pages may be evicted again. Once for each ``match``: raises InvalidRequest."""
         with self._lock:
-            _check_open(held)
+            held.check_open()
             held.released = True
             self._tree.unlock(held.node)
             self._free_loads(held)
@@ -140,9 +117,7 @@ class TieredCache:
                 self._drop_from_device(victims)
                 pages = copies.device.table.take(count)
             if not isinstance(pages, NotEnoughPages):
-                # Those of a load that failed are free before its ack comes here.
-                for page in self._loads.keys() & set(pages.tolist()):
-                    del self._loads[page]
+                self._loads.drop(pages.tolist())  # those of a load that failed are free before its ack comes here
             return pages
 
     def insert(
@@ -167,8 +142,7 @@ class TieredCache:
             fresh = table.commit_reserved(pages)
             spare = set(self._tree.insert_device(hashes, pages.tolist(), extra_key=extra_key, priority=priority))
             table.release(as_pages([page for page in fresh.tolist() if page in spare and page not in self._loads]))
-            for page in self._loads.keys() & set(pages.tolist()) - spare:
-                del self._loads[page]
+            self._loads.drop(set(pages.tolist()) - spare)
             self._tell_stored(Tier.DEVICE, hashes)
             if self.write_policy is WritePolicy.WRITE_THROUGH:
                 self._write_through(self._tree.match(hashes, touch=False).nodes, used=1)
@@ -177,15 +151,15 @@ class TieredCache:
         """Queues the host part of a match for the device; the device pages of all of it, those included that came there
         since the match. ``start_loading`` begins, its ack ends it. The pages stay until ``release``."""
         with self._lock:
-            _check_open(held)
-            nodes = _last_nodes(held.node, len(held.host))
+            held.check_open()
+            nodes = last_nodes(held.node, len(held.host))
             host = as_pages([page for node in nodes if node.device is None for page in node.host or ()])
             device = self.take_device(len(host))
             if isinstance(device, NotEnoughPages):
                 return device
             if len(host):
                 self._begin_load(held, host, device, priority)
-            return _filled_in(nodes, device)
+            return filled_in(nodes, device)
 
     def start_loading(self) -> LayerSignal | None:
         """Begins all queued loads; what a forward pass waits on layer by layer."""
@@ -220,13 +194,15 @@ class TieredCache:
         device, now = tier is Tier.DEVICE, time.monotonic()
         hashes: list[str] = []
         spared: Counter[Node] = Counter()  # children that a dry run would have dropped
-        nodes = self._each(lambda node: [node])[::-1]
+        nodes = each_node(self._tree.root, self._lock, lambda node: [node])[::-1]
         listed = set(nodes)
         for first in range(0, len(nodes), NODES_AT_ONCE):
             with self._lock:
                 for node in nodes[first : first + NODES_AT_ONCE]:
                     parent = node.parent
-                    while parent is not None and self._may_purge(node, tier, extra_key, spared, now):
+                    while parent is not None and may_purge(node, tier, extra_key, spared, now):
+                        if not (device or self._unread(node)):
+                            break
                         hashes.extend(node.hashes)
                         if dry_run:
                             spared[parent] += 1
@@ -250,9 +226,9 @@ class TieredCache:
                     self.host.table.release(as_pages(node.host))
                 # Whoever holds it may release it yet: that must find nothing.
                 node.parent = node.device = node.host = None
-            if self._loads:
-                self._copies().device.table.release(as_pages(list(self._loads)))
-                self._loads.clear()
+            loaded = self._loads.take_all()
+            if len(loaded):
+                self._copies().device.table.release(loaded)
             self._tree = PrefixTree()
 
     # For operators and the service.
@@ -273,7 +249,7 @@ class TieredCache:
             there = (node.device if tier is Tier.DEVICE else node.host) is not None
             return node.hashes if there and (extra_key is None or node.extra_key == extra_key) else []
 
-        return self._each(of)
+        return each_node(self._tree.root, self._lock, of)
 
     def use(self) -> list[TierUse]:
         """How full device and host are."""
@@ -354,36 +330,7 @@ class TieredCache:
             else:
                 self._loaded(ack)
 
-    def _each(self, pick: Callable[[Node], Sequence[T]]) -> list[T]:
-        """What ``pick`` gives of every node, parents before children; the lock is free now and then."""
-        picked: list[T] = []
-        with self._lock:
-            root = self._tree.root
-            waiting = [(root, first) for first in root.children]
-        while waiting:
-            with self._lock:
-                for _ in range(min(NODES_AT_ONCE, len(waiting))):
-                    parent, first = waiting.pop()
-                    # By its place: of a node that was split meanwhile the front is there now, and the rest behind it.
-                    node = parent.children.get(first)
-                    if node is not None:
-                        picked.extend(pick(node))
-                        waiting.extend((node, each) for each in node.children)
-        return picked
-
     # Under the lock.
-
-    def _may_purge(self, node: Node, tier: Tier, extra_key: str | None, spared: Counter[Node], now: float) -> bool:
-        """True if nothing keeps its pages in a tier; with an ``extra_key``, whether they are of that."""
-        if extra_key is not None and node.extra_key != extra_key:
-            return False
-        return not (node.locks or node.writing or node.pinned_until > now) and self._is_end(node, tier, spared)
-
-    def _is_end(self, node: Node, tier: Tier, spared: Counter[Node]) -> bool:
-        """True if its pages may go from a tier: nothing there stands on them, and nothing reads them."""
-        if tier is Tier.DEVICE:
-            return node.device is not None and node.device_children == spared[node]
-        return node.host is not None and node.host_children == spared[node] and self._unread(node)
 
     def _written(self, ack: CopyAck) -> None:
         node = ack.node
@@ -402,7 +349,7 @@ class TieredCache:
                 self._tree.set_host(part, None)
         self._tree.unlock(node)
         if ack.ok and written:
-            self._tell_stored(Tier.HOST, [each for part in written for each in part.hashes], _before(written[0]))
+            self._tell_stored(Tier.HOST, [each for part in written for each in part.hashes], written[0].before)
             self._back_up(written[-1], [each for part in written for each in part.hashes], ack.host_pages)
 
     def _loaded(self, ack: CopyAck) -> None:
@@ -411,19 +358,19 @@ class TieredCache:
         held.loading -= 1
         pages = ack.device_pages
         # Nodes may have been split, so the chain is read anew; it is locked, so it is there.
-        for node in _last_nodes(held.node, len(pages)) if ack.ok else ():
+        for node in last_nodes(held.node, len(pages)) if ack.ok else ():
             part, pages = pages[: len(node)], pages[len(node) :]
             if node.device is None:
                 # An insert that came before has settled the front of this load, and the copy engine then none of it.
                 self._copies().device.table.commit_reserved(part)
                 self._tree.set_device(node, part.tolist())
-                self._tell(Tier.DEVICE, "stored", node.hashes, _before(node))
-                self._forget_loads(held, part)
+                self._tell(Tier.DEVICE, "stored", node.hashes, node.before)
+                self._loads.forget(held, part)
         if not ack.ok:
             # What an insert found to be spare is not free yet: it goes with its request, unless it stays for good.
             table = self._copies().device.table
             kept = {page for page in pages.tolist() if ack.quiescent and table.state(page) is PageState.PRESENT}
-            self._forget_loads(held, as_pages([page for page in pages.tolist() if page not in kept]))
+            self._loads.forget(held, as_pages([page for page in pages.tolist() if page not in kept]))
         self._tree.unlock(held.node)
         if held.released:
             self._free_loads(held)
@@ -431,31 +378,20 @@ class TieredCache:
     def _begin_load(self, held: PinnedPrefix, host: Pages, device: Pages, priority: int) -> None:
         copies = self._copies()
         self._tree.lock(held.node)
-        held.loading += 1
-        held.loaded.update(device.tolist())
-        self._loads.update(dict.fromkeys(device.tolist(), held))
+        self._loads.begin(held, device)
         try:
             copies.load(host, node=held, priority=priority, device_pages=device)
         except Exception:
-            held.loading -= 1
-            self._forget_loads(held, device)
+            self._loads.undo(held, device)
             self._tree.unlock(held.node)
             copies.device.table.release(device)
             raise
 
-    def _forget_loads(self, held: PinnedPrefix, pages: Pages) -> None:
-        for page in pages.tolist():
-            if self._loads.get(page) is held:
-                del self._loads[page]
-            held.loaded.discard(page)
-
     def _free_loads(self, held: PinnedPrefix) -> None:
         """Gives back what a request loaded although another had brought it, once nothing of it moves."""
-        if not held.loading:
-            doubles = as_pages([page for page in held.loaded if self._loads.get(page) is held])
-            self._forget_loads(held, doubles)
-            if len(doubles):
-                self._copies().device.table.release(doubles)
+        doubles = self._loads.take_doubles(held)
+        if len(doubles):
+            self._copies().device.table.release(doubles)
 
     def _back_up(self, last: Node, hashes: Sequence[str], pages: Pages) -> None:
         if self._writer is None or self._writer.storage is None or not self._backup:
@@ -527,7 +463,7 @@ class TieredCache:
         return freed
 
     def _drop_device(self, node: Node) -> int:
-        before, hashes = _before(node), list(node.hashes)
+        before, hashes = node.before, list(node.hashes)
         pages = as_pages(self._tree.drop_device(node))
         self._copies().device.table.release(pages)
         self._counts["evicted_device"] += len(pages)
@@ -548,7 +484,7 @@ class TieredCache:
         return len(self.host.table.unread(pages)) == len(pages)
 
     def _drop_host(self, node: Node) -> int:
-        before, hashes = _before(node), list(node.hashes)
+        before, hashes = node.before, list(node.hashes)
         pages = as_pages(self._tree.drop_host(node))
         self.host.table.release(pages)
         self._counts["evicted_host"] += len(pages)
@@ -575,41 +511,9 @@ class TieredCache:
         return self.copies
 
 
-def _check_open(held: PinnedPrefix) -> None:
-    if held.released:
-        raise InvalidRequest.of("held", "one that was released", "a match that is not over")
-
-
-def _last_nodes(node: Node | None, pages: int) -> list[Node]:
-    """Those of the last so many pages of the prefix that ends with ``node``, in order."""
-    nodes: list[Node] = []
-    while node is not None and pages > 0:
-        nodes.append(node)
-        pages -= len(node)
-        node = node.parent
-    return nodes[::-1]
-
-
 def _enough(victims: list[Node], count: int) -> list[Node] | NotEnoughPages:
     lacking = count - sum(map(len, victims))
     return NotEnoughPages(lacking) if lacking > 0 else victims
-
-
-def _filled_in(nodes: Sequence[Node], device: Pages) -> Pages:
-    """The device pages of all these nodes, in order: ``device`` are those of the ones that are not there yet."""
-    parts: list[Pages] = []
-    for node in nodes:
-        if node.device is None:
-            part, device = device[: len(node)], device[len(node) :]
-        else:
-            part = as_pages(node.device)
-        parts.append(part)
-    return np.concatenate(parts) if parts else device
-
-
-def _before(node: Node) -> str:
-    parent = node.parent
-    return parent.hashes[-1] if parent is not None and parent.hashes else ""
 
 
 __all__ = ["CacheListener", "PinnedPrefix", "TieredCache"]

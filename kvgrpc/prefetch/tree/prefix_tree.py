@@ -133,6 +133,11 @@ class Node:
     def __len__(self) -> int:
         return len(self.hashes)
 
+    @property
+    def before(self) -> str:
+        """The hash of the page before its first; empty where it begins a prompt."""
+        return self.parent.hashes[-1] if self.parent is not None and self.parent.hashes else ""
+
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:

@@ -14,7 +14,8 @@ from kvgrpc.model import Tier
 from kvgrpc.prefetch.model import NotEnoughPages
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import PageShape
-from kvgrpc.prefetch.tree.cache import NODES_AT_ONCE, TieredCache
+from kvgrpc.prefetch.tree.cache import TieredCache
+from kvgrpc.prefetch.tree.looks import NODES_AT_ONCE
 from kvgrpc.prefetch.tree.prefix_tree import EvictionQueue, PrefixTree
 
 PROMPTS = 3 * NODES_AT_ONCE
