@@ -70,10 +70,10 @@ async def test_the_next_index_answers_the_same_question_where_one_refuses(server
 
 
 async def test_one_that_hangs_costs_one_question_and_is_asked_last(hanging: str, servers: list[IndexServer]) -> None:
-    async with Indexes([hanging, servers[0].address], wait_seconds=1.0) as indexes:
+    async with Indexes([hanging, servers[0].address], wait_seconds=2.5) as indexes:
         began = time.monotonic()
         assert await indexes.score(question(hashes=[1])) is None
-        assert 0.9 < time.monotonic() - began < 1.5
+        assert 2.4 < time.monotonic() - began < 4.9  # another one asked in vain would take as long again
         for _ in range(3):
             assert blocks(await indexes.score(question(hashes=[1, 2]))) == [2]
         assert indexes.unanswered == 1

@@ -315,7 +315,7 @@ class TestClosing:
         monkeypatch.setattr(rank.transfer, "close_worker", ends_late)
         began = time.monotonic()
         assert rank.close(3.0).listening
-        assert time.monotonic() - began < 4.5
+        assert time.monotonic() - began < 5.8  # one end for each step would be twice the time
 
     def test_a_drain_takes_its_grace_and_not_twice(self, monkeypatch: pytest.MonkeyPatch, plane: Any) -> None:
         rank = open_rank(config(plane))
@@ -328,7 +328,7 @@ class TestClosing:
         monkeypatch.setattr(rank.transfer, "drain", as_long_as_it_may)
         began = time.monotonic()
         assert rank._loop.run(rank.drain(2.0), 10.0) == (False, 0)
-        assert time.monotonic() - began < 3.5
+        assert time.monotonic() - began < 3.9
         monkeypatch.undo()
         assert rank.close(1.0).drained
 

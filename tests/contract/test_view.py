@@ -126,7 +126,7 @@ def test_the_state_has_a_dead_rank(state: State) -> None:
     assert {name: rank["answers"] for name, rank in ranks.items()} == {"P": True, "D": True, "X": False}
     assert ranks["X"]["why"] == "PEER_UNREACHABLE"
     assert state["ranks"] == {"all": 3, "shown": 3, "silent": 1}
-    assert state["took"] < 3.0
+    assert state["took"] < 5.0  # one rank after the other would take six
 
 
 def test_the_state_has_the_newest_failed_room_with_its_reason(state: State) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -88,13 +88,22 @@ async def test_long_prompts_take_turns_and_a_short_one_waits_for_none() -> None:
     await asyncio.sleep(0)  # each begins
     await score(servicer, question(vllm=pb.VllmPrompt(token_ids=TOKENS[:16], page_tokens=16)))
     assert len(index.hashes) == 1, "it was before the four"
+    longest = [await longest_turn_of(asking)]
+    assert index.hashes[1:] == [hashes] * 4
+    # A turn that is long by itself is so each time; one in which all garbage was looked for is not.
+    while min(longest) >= 0.06 and len(longest) < 3:
+        longest.append(await longest_turn_of([asyncio.ensure_future(score(servicer, long)) for _ in range(4)]))
+    servicer.close()
+    assert min(longest) < 0.06, "the longest turn, in which four of them had none of their 70 ms"
+
+
+async def longest_turn_of(asking: Sequence[asyncio.Future[pb.ScoreResponse]]) -> float:
+    """In CPU time of this thread, until all are answered."""
     longest, before = 0.0, time.thread_time()
     while not all(each.done() for each in asking):
         await asyncio.sleep(0)
         longest, before = max(longest, time.thread_time() - before), time.thread_time()
-    servicer.close()
-    assert index.hashes[1:] == [hashes] * 4
-    assert longest < 0.06, "the longest turn, in which four of them had none of their 70 ms"
+    return longest
 
 
 async def test_however_many_long_prompts_one_caller_asks_another_has_every_second_turn() -> None:

@@ -62,7 +62,7 @@ def test_every_request_is_held_for_the_time_of_its_policy_and_no_longer(hung: Hu
         took.append(time.monotonic() - began)
         assert (operation.state, operation.stop) == (OperationState.EXPIRED, Stop.DEADLINE)
     assert took[0] >= POLICY_SECONDS
-    assert took[-1] < 2.5, "half of what one call of storage may take"
+    assert took[-1] < 4.0, "less than one call of storage may take"
     hung.rig.nothing_is_left()
 
 
@@ -123,7 +123,7 @@ def test_a_read_that_hangs_holds_a_request_no_longer_than_its_policy_and_has_its
     wait_until(lambda: rig.controller.poll(first, StopPolicy.TIMEOUT))
     took = time.monotonic() - began
     row = rig.controller.poll(first, StopPolicy.TIMEOUT)
-    assert POLICY_SECONDS <= took < 2.5, "half of what one call of storage may take"
+    assert POLICY_SECONDS <= took < 4.0, "less than one call of storage may take"
     assert row is not None and (row.state, row.completed, row.stop) == (OperationState.ENDING, 4, Stop.DEADLINE)
     assert rig.take() == hung.names[:4], "what arrived is the request's"
     assert rig.host.table.counts()["reserved"] == 4 and not first.ended
