@@ -1,5 +1,6 @@
-"""Two data-parallel replicas of a model with experts, which compute each layer's experts together (wide EP is the same
-with more of them): each has a KV cache of its own, and decode takes a prompt from the one that computed it.
+"""Two data-parallel replicas of a model with experts, on both sides, which compute each layer's experts together (wide
+EP is the same with more of them): each has a KV cache of its own, and any replica of decode takes a prompt from the
+replica of prefill that computed it.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def pair(folder: Path, experts: ExpertReference) -> Iterator[VllmPair]:
         folder,
         experts.path,
         # The second replica asks for a second memory node, which most machines that test this lack.
-        environment={"KVGRPC_UNTRIED": "experts", "VLLM_CPU_SIM_MULTI_NUMA": "0"},
+        environment={"VLLM_CPU_SIM_MULTI_NUMA": "0"},
         prefill={"data_parallel_size": REPLICAS, "enforce_eager": True},
-        decode={"enforce_eager": True},
+        decode={"data_parallel_size": REPLICAS, "enforce_eager": True},
     )
     pair.wait_ready()
     yield pair
@@ -46,15 +47,17 @@ def other(experts: ExpertReference, case: Case) -> list[int]:
     return [*experts.case(len(case.prompt)).prompt[:-1], case.prompt[-1]]
 
 
+@pytest.mark.parametrize("taker", range(REPLICAS))
 @pytest.mark.parametrize("replica", range(REPLICAS))
-def test_decode_takes_the_prompt_from_the_replica_that_the_router_named(
-    pair: VllmPair, experts: ExpertReference, replica: int
+def test_any_decode_takes_the_prompt_from_the_prefill_that_the_router_named(
+    pair: VllmPair, experts: ExpertReference, replica: int, taker: int
 ) -> None:
     for case in map(experts.case, LENGTHS):
         room = pair.room()
         address: dict[str, Any] = {"remote_bootstrap_addr": f"http://{LOCAL}:{pair.bootstrap_port + replica}"}
         prefill = pair.prefill.generate_at(replica, case.prompt, 1, **pair.at_prefill(room))
-        decode = pair.decode.generate(other(experts, case), len(case.tokens), **{**pair.at_decode(room), **address})
+        asked = {**pair.at_decode(room), **address}
+        decode = pair.decode.generate_at(taker, other(experts, case), len(case.tokens), **asked)
         assert decode.result() == case.tokens
         assert prefill.result() == case.tokens[:1]
 

@@ -8,9 +8,9 @@ from typing import Any
 from kvgrpc.engines.vllm.groups import has_state, is_served, untried_kinds
 from kvgrpc.errors import FeatureDisabled
 
-# Kinds of layers to hand over although nobody has seen it work, "MAMBA1,LINEAR", pipeline stages of decode, replicas of
-# a model with experts: the key of kv_connector_extra_config, and the variable.
-UNTRIED, _VARIABLE, PIPELINE, EXPERTS = "untried", "KVGRPC_UNTRIED", "pipeline", "experts"
+# Kinds of layers to hand over although nobody has seen it work, "MAMBA1,LINEAR", or pipeline stages of decode:
+# the key of kv_connector_extra_config, and the variable.
+UNTRIED, _VARIABLE, PIPELINE = "untried", "KVGRPC_UNTRIED", "pipeline"
 
 
 def check_supported(config: Any, kv_cache_config: Any) -> None:
@@ -32,12 +32,6 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
             "pipeline parallelism of models with several groups of layers (sliding windows, states)",
             "a stage may have no layer of some group, and a pool is of layers",
             "use --pipeline-parallel-size 1",
-        ),
-        (
-            parallel.data_parallel_size > 1 and EXPERTS not in _asked_for(config),
-            "data parallelism of models with experts",
-            "replicas of prefill were run, each with a bootstrap port, and replicas of decode never",
-            f'start an engine for each dp rank, or ask for it by name: "{UNTRIED}": "{EXPERTS}"',
         ),
         (
             parallel.decode_context_parallel_size > 1,
