@@ -84,7 +84,6 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
     [
         (engine("kv_consumer", pipeline_parallel_size=2), cache_config(attention()), 'ask .* "untried": "pipeline"'),
         (engine(pipeline_parallel_size=2), cache_config(WINDOW, attention()), "pipeline .* several groups of layers"),
-        (engine(data_parallel_size=2), cache_config(attention()), "data parallelism"),
         (
             engine(),
             cache_config(attention(), attention(ChunkedLocalAttentionSpec, attention_chunk_size=64)),
