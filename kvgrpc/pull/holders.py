@@ -19,6 +19,7 @@ from kvgrpc.model import Layout, ModelIdentity, RankId, RankRef, check_rank
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.storage.keys import PageIdentity
 from kvgrpc.pull import wire
+from kvgrpc.pull.common import CommonPages
 from kvgrpc.pull.heads import Share
 from kvgrpc.pull.indexed import IndexAnswer, IndexedHolders
 from kvgrpc.pull.model import Found, Holder, Lent, PullConfig, alone
@@ -62,14 +63,19 @@ class Holders:
         open_channel: Callable[[str], grpc.aio.Channel],
         model_name: str = "",
         shares: Callable[[int], Sequence[Share]] = lambda tp_size: (),
+        common: tuple[CommonPages, PageIdentity] | None = None,
     ) -> None:
         """``model_name``: by which the registry, and so an index, knows our model; empty: by none. ``shares``: which
-        ranks of an engine of another tensor-parallel size have our pages together."""
+        ranks of an engine of another tensor-parallel size have our pages together. ``common``: our pages as engines of
+        another kind have them; None: those are not asked."""
         self._ref = ref
         self._model = model
         self._layout = layout
         self._own, self._find_shares = identity, shares
         self._shares: dict[int, dict[int, Share]] = {}
+        self._common = common
+        # Addresses of those that refused our own identity: another kind, which may know the common order.
+        self._of_other_kind: set[str] = set()
         self._config = config
         self._channels = ChannelPool(open_channel)
         # Calls under way, by address; and the registry that is read.
@@ -117,7 +123,7 @@ class Holders:
         knows already who has the prompt: no index is asked."""
         indexed = None if only is not None or self._index is None else await self._index.ask(hashes, timeout)
         holders = self.candidates(without, only, indexed)
-        named = wire.hashes_to_pb(hashes)
+        named = {False: wire.hashes_to_pb(hashes), True: self._common_names(hashes)}
         seconds = min(timeout, self._config.answer_timeout)
         found = await asyncio.gather(*(self._count(each, named, seconds) for each in holders))
         best = max(found, key=lambda each: each.pages, default=None)
@@ -140,7 +146,8 @@ class Holders:
         answer = await self._call(holder, "LendPages", request, seconds)
         if answer.prompt_unknown:
             request.counted_prompt = b""
-            request.page_hashes.extend(wire.hashes_to_pb(prompt[: first + count]))
+            wanted = prompt[: first + count]
+            request.page_hashes.extend(self._common_names(wanted) if holder.common else wire.hashes_to_pb(wanted))
             answer = await self._call(holder, "LendPages", request, seconds)
         lent = wire.lent_from_pb(answer, count)
         check_lent(lent, holder, self._ref.rank)
@@ -201,6 +208,7 @@ class Holders:
         for row in now.rows:
             if old.get(row.endpoints.grpc) != row.ref:
                 self.silent.forget(row.endpoints.grpc)
+                self._of_other_kind.discard(row.endpoints.grpc)
 
     def _say_unlike(self, engine: ResolvedEngine) -> None:
         """One of our model that lends, and is never asked."""
@@ -256,31 +264,49 @@ class Holders:
                     engine.layout,
                     rank.tp,
                     engine.layout.tp if shares[rank.tp].parts else 0,
+                    ends.grpc in self._of_other_kind,
                 )
         for ranks in there.values():
             if len(ranks) == len(shares):
                 first, *others = (ranks[tp] for tp in shares)
                 yield replace(first, others=tuple(others))
 
-    async def _count(self, holder: Holder, hashes: Sequence[bytes], seconds: float) -> Found:
+    async def _count(self, holder: Holder, hashes: Mapping[bool, Sequence[bytes]], seconds: float) -> Found:
         """Its leading pages; where others of its engine have the rest of each page, those that all of them have."""
         asked = (self._count_one(each, hashes, seconds) for each in (holder, *holder.others))
         found, *others = await asyncio.gather(*asked)
         return replace(found, pages=min(each.pages for each in (found, *others)), others=tuple(others))
 
-    async def _count_one(self, holder: Holder, hashes: Sequence[bytes], seconds: float) -> Found:
-        name = secrets.token_bytes(wire.NAME_BYTES)
-        request = pb.CountPagesRequest(identity=self._identity_of(holder), page_hashes=hashes, prompt_name=name)
+    async def _count_one(self, holder: Holder, hashes: Mapping[bool, Sequence[bytes]], seconds: float) -> Found:
+        """``hashes``: our own, and the common ones."""
+        named, name = hashes[holder.common], secrets.token_bytes(wire.NAME_BYTES)
+        if not named:  # the common names of a prompt are not always known
+            return Found(holder, 0, name)
+        request = pb.CountPagesRequest(identity=self._identity_of(holder), page_hashes=named, prompt_name=name)
         try:
             answer = await self._call(holder, "CountPages", request, seconds)
         except KvGrpcError as error:
+            if self._is_of_other_kind(holder, error):
+                self._of_other_kind.add(holder.address)
+                return await self._count_one(replace(holder, common=True), hashes, seconds)
             text = f"{holder.engine} at {holder.address} does not say what it has: {one_line(str(error))}"
             self._lines.warning(f"holder {holder.address}", text)
             return Found(holder, 0, name)
-        return Found(holder, min(int(answer.host_pages), len(hashes)), name)
+        return Found(holder, min(int(answer.host_pages), len(named)), name)
+
+    def _is_of_other_kind(self, holder: Holder, refused: KvGrpcError) -> bool:
+        """True if what it refused is our own identity, and it may be asked for pages in the common order."""
+        if self._common is None or holder.common or holder.tp_size or holder.others:
+            return False
+        return isinstance(refused, InvalidRequest) and str(refused.metadata.get("field")).startswith("identity.")
+
+    def _common_names(self, hashes: Sequence[str]) -> list[bytes]:
+        return [] if self._common is None else wire.hashes_to_pb(self._common[0].names.common(hashes))
 
     def _identity_of(self, holder: Holder) -> pb.PageIdentity:
         """The identity that its pages must have."""
+        if holder.common and self._common is not None:
+            return wire.identity_to_pb(self._common[1])
         identity = self._shares[holder.tp_size][holder.tp].identity if holder.tp_size else self._own
         return wire.identity_to_pb(identity)
 

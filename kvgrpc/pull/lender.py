@@ -15,6 +15,7 @@ from kvgrpc.model import RankRef
 from kvgrpc.prefetch.storage.base import PageBuffers
 from kvgrpc.prefetch.storage.keys import Keys
 from kvgrpc.pull.book import Entry, PullBook
+from kvgrpc.pull.common import CommonPages
 from kvgrpc.pull.heads import PageHeads, Share
 from kvgrpc.pull.model import PullDirection
 from kvgrpc.pull.staging import Staging
@@ -46,7 +47,8 @@ class LentPages:
     """What a rank lends: the cache, the names of its pages in storage, and what a page is.
 
     ``heads``: where heads lie in a page, part after part; none: that cannot be told. ``shares``: which ranks of an
-    engine of another tensor-parallel size have a page of ours together; none: its pages are not to be had.
+    engine of another tensor-parallel size have a page of ours together; none: its pages are not to be had. ``common``:
+    how engines of another kind have our pages, and we theirs; None: not at all.
     """
 
     cache: HostCache
@@ -56,6 +58,7 @@ class LentPages:
     dtype: str
     heads: tuple[PageHeads, ...] = ()
     shares: Callable[[int], Sequence[Share]] = lambda tp_size: ()
+    common: CommonPages | None = None
 
 
 class Lender:
@@ -73,9 +76,11 @@ class Lender:
         manager: PrefillRuntime,
         book: PullBook,
         now: Callable[[], float] = time.monotonic,
+        common: CommonPages | None = None,
     ) -> None:
         self._now = now
         self._cache = cache
+        self._common = common
         self._staging = staging
         self._manager = manager
         self._book = book
@@ -84,26 +89,34 @@ class Lender:
         self._lent_to: Counter[str] = Counter()
         self._share = max(1, staging.lending.size // 2)
 
-    def count(self, hashes: Sequence[str]) -> int:
-        """Leading pages that could be lent, were there room for all of them."""
-        return self._cache.count(hashes)
+    def count(self, hashes: Sequence[str], *, common: bool = False) -> int:
+        """Leading pages that could be lent, were there room for all of them. ``common``: these are common names."""
+        own = self._own(hashes, common)
+        return self._cache.count(own) if own else 0
 
-    def lend(self, hashes: Sequence[str], first: int, room: int, taker: RankRef) -> Loan | None:
+    def lend(
+        self, hashes: Sequence[str], first: int, room: int, taker: RankRef, *, common: bool = False
+    ) -> Loan | None:
         """Copies ``hashes[first:]`` as far as the host has them and as there is room for. None: nothing is lent.
+        ``common``: these are common names, and the copies are in the common order.
 
         Raises TooManyRequests while everything that this taker may have, or that there is, is lent. Who waits asks each
         20 ms, and the cache is not read for it.
         """
         self._check_room(taker)
         # An engine pins what is read.
-        with self._cache.reading(hashes[: first + self._share]) as pages:
+        own = self._own(hashes[: first + self._share], common)
+        if len(own) <= first:
+            return None
+        with self._cache.reading(own) as pages:
             there = len(pages) - first
             if there < 1:
                 return None
             staged = self._take(taker, there)
             try:
                 lent = map(self._cache.buffers, pages[first : first + len(staged)])
-                if not self._staging.copy_in(staged, lent):
+                axes = self._common.axes if common and self._common is not None else None
+                if not self._staging.copy_in(staged, lent, axes):
                     raise ServerDraining("the cache is closing and lends nothing more", retry_after=1.0)
             except BaseException:
                 self._staging.lending.give_back(staged)
@@ -141,6 +154,9 @@ class Lender:
         self._forget(entry.peer, entry.lent)
         self._staging.lending.retire(loan.pages, lambda: sender.release_safe)
         self._book.end(entry, sender.failure)
+
+    def _own(self, hashes: Sequence[str], common: bool) -> Sequence[str]:
+        return self._common.names.own(hashes) if common and self._common is not None else hashes
 
     def _forget(self, taker: RankRef, pages: int) -> None:
         with self._lock:

@@ -49,7 +49,8 @@ class Holder:
 
     ``address``: of its services; ``sessions``: where rooms of its cache are served; ``dp``: which cache of the engine;
     ``tells``: whether its events say what it has, so that an index can know; ``layout``: sizes of its engine; ``tp``:
-    which share of the heads it has; ``tp_size``: of its engine, where its pages are other ones than ours, else 0.
+    which share of the heads it has; ``tp_size``: of its engine, where its pages are other ones than ours, else 0;
+    ``common``: its pages are had in the common order, by their common names.
     ``others``: where our heads lie at several of its engine's ranks, those beside it: all of them have to lend.
     """
 
@@ -61,6 +62,7 @@ class Holder:
     layout: Layout = field(default_factory=Layout)
     tp: int = 0
     tp_size: int = 0
+    common: bool = False
     others: tuple[Holder, ...] = ()
 
 

@@ -33,11 +33,19 @@ class PullServicer(PullServiceServicer):
     """Of one rank; belongs to the process's event loop."""
 
     def __init__(
-        self, ref: RankRef, layout: Layout, identity: PageIdentity, lender: Lender, staging: Staging, book: PullBook
+        self,
+        ref: RankRef,
+        layout: Layout,
+        identity: PageIdentity,
+        lender: Lender,
+        staging: Staging,
+        book: PullBook,
+        common: PageIdentity | None = None,
     ) -> None:
+        """``common``: of our pages in the common order, where the lender knows it."""
         self._ref = ref
         self._layout = layout
-        self._identity = identity
+        self._identity, self._common = identity, common
         self._lender = lender
         self._staging = staging
         self._book = book
@@ -61,17 +69,17 @@ class PullServicer(PullServiceServicer):
 
     async def CountPages(self, request: pb.CountPagesRequest, context: Any) -> pb.CountPagesResponse:
         self._check_open()
-        wire.check_identity(request.identity, self._identity)
+        common = wire.asked_as_common(request.identity, self._identity, self._common)
         wire.check_name("prompt_name", request.prompt_name)
-        return pb.CountPagesResponse(host_pages=await self._blocking.run(partial(self._count, request)))
+        return pb.CountPagesResponse(host_pages=await self._blocking.run(partial(self._count, request, common)))
 
     async def LendPages(self, request: pb.LendPagesRequest, context: Any) -> pb.LendPagesResponse:
         self._check_open()
-        wire.check_identity(request.identity, self._identity)
+        common = wire.asked_as_common(request.identity, self._identity, self._common)
         wire.check_lend(request)
         taker = rank_ref_from_pb(request.taker)
         check_speaker(taker, None, "taker")
-        pages = await self._lend_soon(request, taker)
+        pages = await self._lend_soon(request, taker, common)
         if pages is None:
             return pb.LendPagesResponse(prompt_unknown=True)
         return wire.lent_to_pb(Lent(pages, self._ref, self._layout))
@@ -84,15 +92,15 @@ class PullServicer(PullServiceServicer):
             lent_pages=self._staging.lending.taken,
         )
 
-    def _count(self, request: pb.CountPagesRequest) -> int:
+    def _count(self, request: pb.CountPagesRequest, common: bool) -> int:
         """On a thread."""
         hashes = wire.hashes_from_pb(request.page_hashes)
-        count = self._lender.count(hashes)
+        count = self._lender.count(hashes, common=common)
         if count and request.prompt_name:
             self._counted.note(request.prompt_name, hashes[:count])
         return count
 
-    async def _lend_soon(self, request: pb.LendPagesRequest, taker: RankRef) -> int | None:
+    async def _lend_soon(self, request: pb.LendPagesRequest, taker: RankRef, common: bool) -> int | None:
         """Waits a moment where all is lent: pages of a batch are back before a taker would ask again."""
         loop = asyncio.get_running_loop()
         end = loop.time() + RETRY_SECONDS
@@ -100,7 +108,7 @@ class PullServicer(PullServiceServicer):
             returned = asyncio.Event()  # before the look: what comes back meanwhile counts
             self._waiting.add(returned)
             try:
-                return await self._blocking.run(partial(self._lend, request, taker, loop))
+                return await self._blocking.run(partial(self._lend, request, taker, common, loop))
             except TooManyRequests:
                 if loop.time() >= end:
                     raise
@@ -114,13 +122,15 @@ class PullServicer(PullServiceServicer):
         for returned in self._waiting:
             returned.set()
 
-    def _lend(self, request: pb.LendPagesRequest, taker: RankRef, loop: asyncio.AbstractEventLoop) -> int | None:
+    def _lend(
+        self, request: pb.LendPagesRequest, taker: RankRef, common: bool, loop: asyncio.AbstractEventLoop
+    ) -> int | None:
         """On a thread; None: the prompt that was counted is not known. The loan is settled whether or not the caller
         still waits for the answer."""
         hashes = self._hashes(request)
         if hashes is None:
             return None
-        loan = self._lender.lend(hashes, request.first_page, request.room, taker)
+        loan = self._lender.lend(hashes, request.first_page, request.room, taker, common=common)
         if loan is None:
             return 0
         loop.call_soon_threadsafe(lambda: background(self._settle(loan), f"loan {request.room}"))

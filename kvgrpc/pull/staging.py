@@ -12,6 +12,7 @@ from kvgrpc.dataplane.base import DataPlane, MemoryRange
 from kvgrpc.model import Pool, PoolKind, Region
 from kvgrpc.observability.staging import StagingUse
 from kvgrpc.prefetch.storage.base import PageBuffers
+from kvgrpc.pull.common import PageAxes
 from kvgrpc.pull.heads import Move, place
 
 NAME = "host-cache"
@@ -74,22 +75,31 @@ class Staging(StagedMemory):
     def pages(self, slots: Sequence[int], share: int) -> list[int]:
         return list(slots)
 
-    def copy_in(self, pages: Sequence[int], buffers: Iterable[PageBuffers]) -> bool:
+    def copy_in(self, pages: Sequence[int], buffers: Iterable[PageBuffers], to_common: PageAxes | None = None) -> bool:
         """Pages of the cache into staged ones; False, and nothing is read, once it is closed. The interpreter is free
-        meanwhile."""
-        with self._copying() as may:
+        meanwhile. ``to_common``: axes of the cache's pages, which are staged in the common order."""
+        with self._copying() as may, _between(to_common) as (axes, whole):
             for page, parts in zip(pages, buffers, strict=True) if may else ():
-                to = self._address + page * self.page_bytes
+                staged = self._address + page * self.page_bytes
+                to = whole or staged
                 for address, nbytes in parts:
                     ctypes.memmove(to, address, nbytes)
                     to += nbytes
+                if axes is not None:
+                    axes.to_common(whole, staged)
         return may
 
-    def copy_out(self, pages: Sequence[int], buffers: Iterable[PageBuffers]) -> bool:
-        """Staged pages into those of the cache; False, and nothing is written, once it is closed."""
-        with self._copying() as may:
+    def copy_out(
+        self, pages: Sequence[int], buffers: Iterable[PageBuffers], from_common: PageAxes | None = None
+    ) -> bool:
+        """Staged pages into those of the cache; False, and nothing is written, once it is closed. ``from_common``: as
+        of ``copy_in``."""
+        with self._copying() as may, _between(from_common) as (axes, whole):
             for page, parts in zip(pages, buffers, strict=True) if may else ():
-                source = self._address + page * self.page_bytes
+                staged = self._address + page * self.page_bytes
+                if axes is not None:
+                    axes.from_common(staged, whole)
+                source = whole or staged
                 for address, nbytes in parts:
                     ctypes.memmove(address, source, nbytes)
                     source += nbytes
@@ -104,6 +114,32 @@ class Staging(StagedMemory):
         self.lending.close()
         self.landing.close()
         return super().close(seconds)
+
+
+class CommonLanding:
+    """The landing half of staging, for pages that come in the common order."""
+
+    def __init__(self, staging: Staging, axes: PageAxes) -> None:
+        self._staging, self._axes = staging, axes
+        self.slots = staging.landing
+        self.page_bytes = staging.page_bytes
+
+    def pages(self, slots: Sequence[int], share: int) -> list[int]:
+        return list(slots)
+
+    def copy_out(self, slots: Sequence[int], buffers: Iterable[PageBuffers]) -> bool:
+        return self._staging.copy_out(slots, buffers, self._axes)
+
+
+@contextlib.contextmanager
+def _between(axes: PageAxes | None) -> Iterator[tuple[PageAxes | None, int]]:
+    """Memory for one page between its own order and the common one, at an address; (None, 0) where nothing has to be
+    moved. The cache's page may lie in pieces of any size."""
+    if axes is None or axes.is_common:
+        yield None, 0
+    else:
+        page = ctypes.create_string_buffer(axes.nbytes)
+        yield axes, ctypes.addressof(page)
 
 
 class StagedShares(StagedMemory):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.prefetch.storage.keys import PageIdentity
+from kvgrpc.pull.common import is_common
 from kvgrpc.pull.model import Lent, PullRow
 from kvgrpc.transfer.protocol.types import MAX_ROOM
 from kvgrpc.v1 import pull_service_pb2 as pb
@@ -37,6 +38,14 @@ def check_identity(message: pb.PageIdentity, own: PageIdentity) -> None:
         if theirs != ours and not (own.replicated and field in _OF_HEADS):
             value = theirs[:_SHOWN_CHARS] if isinstance(theirs, str) else theirs
             raise InvalidRequest.of(f"identity.{field}", value, f"{ours!r}, as this cache's pages have")
+
+
+def asked_as_common(message: pb.PageIdentity, own: PageIdentity, common: PageIdentity | None) -> bool:
+    """True if this names our pages as ``common``, False if as ``own``. Raises InvalidRequest that names the first field
+    in which it is neither."""
+    asked = common is not None and is_common(message.layout)
+    check_identity(message, common if asked and common is not None else own)
+    return asked
 
 
 def hashes_from_pb(hashes: Sequence[bytes]) -> list[str]:

@@ -26,12 +26,15 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
+from kvgrpc.engines.sglang.cache.common import common_of
 from kvgrpc.engines.sglang.cache.orders import OrderQueue
 from kvgrpc.engines.sglang.cache.served import SglangCache
 from kvgrpc.engines.sglang.clearing import Clearing
+from kvgrpc.engines.sglang.hicache import _pages
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.model import RankRef, Role
 from kvgrpc.prefetch.model import Namespace, PrefetchLimits
+from kvgrpc.prefetch.storage.keys import KeyMode
 from kvgrpc.prefetch.storage.mooncake.local import LocalStore
 from kvgrpc.server import CacheServer, RankConfig, RegistryServer, open_cache
 from tests.support.faults.storage import FAILED, HANG, FaultyBackend, memory_backend
@@ -41,6 +44,13 @@ PAGE = 16
 PAGES = 12
 HASHES = [f"{number:064x}" for number in range(PAGES)]
 LAYOUTS = ["page_first", "page_first_direct", "layer_first"]
+# Of a page, as SGLang's pools have it: K and V, layers, tokens, heads, elements.
+PAGES_OF = {
+    "layer_first": lambda pool, page: pool.kv_buffer[:, :, page * PAGE : (page + 1) * PAGE],
+    "page_first": lambda pool, page: pool.kv_buffer[:, page * PAGE : (page + 1) * PAGE].transpose(1, 2),
+    "page_first_direct": lambda pool, page: pool.kv_buffer[:, page],
+    "page_head": lambda pool, page: pool.kv_buffer[:, page].transpose(1, 3),
+}
 
 
 def host_pool(layout: str = "page_first") -> Any:
@@ -106,6 +116,29 @@ def created(pool: Any, **extra: Any) -> Any:
     storage.register_mem_host_pool_v2(pool, PoolName.KV)
     storage.on_host_pools_registered()
     return storage
+
+
+@pytest.mark.parametrize("mode", list(KeyMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize("layout", list(PAGES_OF))
+def test_a_page_of_any_layout_is_known_to_engines_of_another_kind(layout: str, mode: KeyMode) -> None:
+    pool = host_pool(layout)
+    found = common_of(pool, mode, "a/model")
+    assert found is not None and found.model == "a/model"
+    (pieces,) = _pages(pool, indices(3), 1, mode)
+    own = b"".join(ctypes.string_at(address, nbytes) for address, nbytes in pieces)
+    source, common = ctypes.create_string_buffer(own, len(own)), ctypes.create_string_buffer(len(own))
+    found.axes.to_common(ctypes.addressof(source), ctypes.addressof(common))
+    assert common.raw == PAGES_OF[layout](pool, 3).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_pages_with_more_than_keys_and_values_are_not_known_to_engines_of_another_kind() -> None:
+    pool = host_pool()
+    for field, value in (("layer_num", 4), ("v_head_dim", 16), ("layout", "page_unified"), ("dtype", torch.uint8)):
+        known = getattr(pool, field)
+        setattr(pool, field, value)
+        assert common_of(pool, KeyMode.KVGRPC) is None, field
+        setattr(pool, field, known)
+    assert common_of(pool, KeyMode.KVGRPC) is not None
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ def started(
     ranks: int = 1,
     environment: Mapping[str, str] | None = None,
     sizes: Mapping[str, int] | None = None,
+    engine: type[Engine] = Hierarchical,
     **storage: Any,
 ) -> Engine:
     """``sizes``: arguments of the engine in the place of the small ones. ``storage``: of the extra config."""
@@ -55,7 +56,7 @@ def started(
         "hicache_storage_backend_extra_config": json.dumps(config),
     }
     plugin = {"SGLANG_ON_CPU_PLUGIN": "tests.engines.hicache_on_cpu:register"}
-    return Hierarchical("hicache", folder, arguments, {**plugin, **(environment or {})})
+    return engine("hicache", folder, arguments, {**plugin, **(environment or {})})
 
 
 @pytest.fixture(scope="module")

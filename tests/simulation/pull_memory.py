@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvgrpc.prefetch.storage.base import PageBuffers
+from kvgrpc.pull.common import PageAxes
 from kvgrpc.pull.heads import Move
 from kvgrpc.pull.staging import StagedShares, Staging, StagingPages
 
@@ -103,11 +104,13 @@ class WatchedStaging(Staging):
         self.freed = False
         self._complain = complain
 
-    def copy_in(self, pages: Sequence[int], buffers: Iterable[PageBuffers]) -> bool:
-        return self._checked(super().copy_in(pages, buffers))
+    def copy_in(self, pages: Sequence[int], buffers: Iterable[PageBuffers], to_common: PageAxes | None = None) -> bool:
+        return self._checked(super().copy_in(pages, buffers, to_common))
 
-    def copy_out(self, pages: Sequence[int], buffers: Iterable[PageBuffers]) -> bool:
-        return self._checked(super().copy_out(pages, buffers))
+    def copy_out(
+        self, pages: Sequence[int], buffers: Iterable[PageBuffers], from_common: PageAxes | None = None
+    ) -> bool:
+        return self._checked(super().copy_out(pages, buffers, from_common))
 
     def content(self, page: int) -> bytes:
         return ctypes.string_at(self._address + page * PAGE_BYTES, PAGE_BYTES)

@@ -10,6 +10,7 @@ from typing import Any
 from kvgrpc.errors import Failure
 from kvgrpc.model import RankId
 from kvgrpc.prefetch.storage.base import PageBuffers, PageResult
+from kvgrpc.pull.common import PageAxes
 from kvgrpc.pull.holders import check_lent
 from kvgrpc.pull.lender import Lender, Loan
 from kvgrpc.pull.model import Found, Holder, Lent
@@ -39,10 +40,10 @@ class Rules:
 class _LendsTheCache(WatchedStaging):
     """What is lent lies in the cache until it is written."""
 
-    def copy_in(self, pages: Sequence[int], buffers: Iterable[PageBuffers]) -> bool:
+    def copy_in(self, pages: Sequence[int], buffers: Iterable[PageBuffers], to_common: PageAxes | None = None) -> bool:
         there = list(buffers)
         self.__dict__.setdefault("lent", {}).update(zip(pages, there, strict=True))
-        return super().copy_in(pages, there)
+        return super().copy_in(pages, there, to_common)
 
     def content(self, page: int) -> bytes:
         lent = self.__dict__.get("lent", {})

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 
 from kvgrpc.engines.compatibility import SGLANG, STORAGE, check
 from kvgrpc.engines.sglang import CACHE_LISTEN
+from kvgrpc.engines.sglang.cache.common import common_of
 from kvgrpc.engines.sglang.cache.stored import StoredPages
 from kvgrpc.engines.sglang.clearing import Clearing
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
@@ -84,14 +85,18 @@ class KvGrpcStorage(HiCacheStorage):
             return None
         return StoredPages(self._backend, self._keys, pool.size_per_token * pool.page_size)
 
-    @property
-    def pulls(self) -> tuple[LentPages, PeersBackend] | None:
-        """What a CachePeer lends and asks by; None where pulls are off."""
+    def pulls(self, model: str = "") -> tuple[LentPages, PeersBackend] | None:
+        """What a CachePeer lends and asks by; None where pulls are off. ``model``: as engines of another kind call
+        it."""
         if self._exported is None or self._keys is None or not isinstance(self._backend, PeersBackend):
             return None
-        identity = self._keys.identity
-        lends = LentPages(self._exported, self._keys, self._exported.page_bytes, identity.page_size, identity.dtype)
-        return lends, self._backend
+        identity, page_bytes = self._keys.identity, self._exported.page_bytes
+        # Beside keys and values other pools have a part of each page, which other engines do not.
+        whole = len(self._pools) == 1
+        common = common_of(self._pools[str(PoolName.KV)], self._settings.key_mode, model) if whole else None
+        return LentPages(
+            self._exported, self._keys, page_bytes, identity.page_size, identity.dtype, common=common
+        ), self._backend
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)

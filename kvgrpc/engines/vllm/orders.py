@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, SecondaryT
 
 from kvgrpc.engines.compatibility import ORDERS, STORAGE, VLLM, check
 from kvgrpc.engines.identity import identity
+from kvgrpc.engines.vllm.offload.common import attention_facts, axes_of, note_request
 from kvgrpc.engines.vllm.offload.engine_core import EngineCore
 from kvgrpc.engines.vllm.offload.keys import ChunkNames
 from kvgrpc.engines.vllm.offload.lending import LentChunks
@@ -37,7 +38,9 @@ from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.model import Namespace, OperationState, PrefetchLimits, Stop
 from kvgrpc.prefetch.orders import EngineOrders
 from kvgrpc.prefetch.storage.keys import KeyMode, Keys
+from kvgrpc.pull.common import CommonPages
 from kvgrpc.pull.lender import LentPages
+from kvgrpc.pull.names import NotedNames
 from kvgrpc.pull.peers import PeersBackend
 from kvgrpc.server import RankConfig, open_cache, settings
 
@@ -45,6 +48,8 @@ logger = logging.getLogger("vllm." + __name__)
 _PROMOTIONS = 8
 _CLOSE_SECONDS = 2.0
 _HUNG_SECONDS = 30.0
+# Of pages whose prompts were met: other engines may have them when the host does not any more.
+_LEAST_NAMES = 65_536
 # Of the environment, which the engine's workers share, that which is theirs alone.
 _OF_RANKS = (
     "KVGRPC_ENGINE",
@@ -98,12 +103,16 @@ class KvGrpcOrders(SecondaryTierManager):
         self._address = np.asarray(primary_kv_view).ctypes.data
         self._lent = LentChunks(self._questions, self._names, self._address, self.block_size_bytes, self._done)
         config = config_of(offloading_spec, engine, model_name, more)
+        # Of prompts that requests bring; None: chunks are for engines like this one alone.
+        self._common: NotedNames | None = None
         pulls = None if config.pull is None else self._pulls(offloading_spec)
         self._server = open_cache(config, lambda rank: self._cache(rank, offloading_spec), pulls)
 
     # vLLM asks as of any tier.
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        if self._common is not None:
+            note_request(self._common, self._core.request(req_context.req_id), self._names.hashes_of_page)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -144,6 +153,8 @@ class KvGrpcOrders(SecondaryTierManager):
         self._closed = True
         self._server.close(_CLOSE_SECONDS)
         self._orders.shut_down()
+        if self._common is not None:
+            self._common.close()
 
     # Orders, under vLLM's lock.
 
@@ -218,7 +229,18 @@ class KvGrpcOrders(SecondaryTierManager):
             raise InvalidRequest.of("pull", "given", "a KvGrpcTier with peers before this tier in secondary_tiers")
         identity = identity_of(spec, self.block_size_bytes)
         keys = Keys(KeyMode.KVGRPC, identity)
-        return LentPages(self._lent, keys, self.block_size_bytes, self._names.page_tokens, identity.dtype), peers
+        common = self._common_pages(spec)
+        sizes = self.block_size_bytes, self._names.page_tokens
+        return LentPages(self._lent, keys, *sizes, identity.dtype, common=common), peers
+
+    def _common_pages(self, spec: Any) -> CommonPages | None:
+        workers = self._core.of_workers(attention_facts)
+        axes = axes_of(spec, self._core.config, workers, self.block_size_bytes)
+        if axes is None:
+            logger.info("kvgrpc: pages are exchanged with vLLM engines alone: the order of bytes of these is not known")
+            return None
+        self._common = NotedNames(self._names.page_tokens, max(_LEAST_NAMES, 2 * self._chunks))
+        return CommonPages(axes, self._common)
 
     def _cache(self, rank: RankRef, spec: Any) -> OffloadedCache:
         found = identity_of(spec, self.block_size_bytes)
@@ -235,6 +257,7 @@ class KvGrpcOrders(SecondaryTierManager):
             self.block_size_bytes,
             self._address,
             self._is_well,
+            self._common,
         )
 
 

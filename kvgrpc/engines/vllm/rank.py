@@ -212,10 +212,10 @@ def _axes(layout: str, config: Any, whole_kernel_blocks: bool) -> str:
     """
     if layout != "LBHNC" or not whole_kernel_blocks:
         return layout
-    return _CONTENT.get(_attention_backend(config), "head,token,dim")
+    return _CONTENT.get(attention_backend(config), "head,token,dim")
 
 
-def _attention_backend(config: Any) -> str:
+def attention_backend(config: Any) -> str:
     """The name of the only attention backend of the model's layers, "" where there are several, or none to ask."""
     layers = getattr(getattr(config, "compilation_config", None), "static_forward_context", {}).values()
     names = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}

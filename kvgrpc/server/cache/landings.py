@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 from kvgrpc.errors import ServerDraining, TooManyRequests
 from kvgrpc.observability.staging import forget_staging, watch_staging
+from kvgrpc.pull.common import PageAxes
 from kvgrpc.pull.landing import Landing
 from kvgrpc.pull.model import Holder
-from kvgrpc.pull.staging import StagedMemory, StagedShares, Staging
+from kvgrpc.pull.staging import CommonLanding, StagedMemory, StagedShares, Staging
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer.runtime.decode_manager import DecodeManager
 
@@ -31,9 +32,10 @@ class Landings:
         take_memory: Callable[[int], StagedShares],
         receive: Callable[[StagedMemory, int], DecodeManager],
         loop: LoopThread,
+        axes: PageAxes | None = None,
     ) -> None:
         """``take_memory``: for holders of a tensor-parallel size; ``receive``: what receives in it at most so many
-        pages."""
+        pages; ``axes``: of our pages, where holders of another kind lend theirs in the common order."""
         self._staging, self._take_memory, self._receive = staging, take_memory, receive
         self._loop = loop
         self._opening = threading.Lock()
@@ -44,6 +46,8 @@ class Landings:
         self._ended = False
         own = receive(staging, staging.landing.size)
         self._own = Landing(own, staging)
+        # As large as our pages, so there is one memory and one side of sessions for both.
+        self._common = self._own if axes is None else Landing(own, CommonLanding(staging, axes))
         self.managers = [own]
 
     @property
@@ -52,6 +56,8 @@ class Landings:
 
     def of(self, holder: Holder) -> Landing:
         """Raises KvGrpcError where there is no memory for its pages, or the cache is closing."""
+        if holder.common:
+            return self._common
         if not holder.tp_size:
             return self._own
         if holder.tp_size in self._of_size:  # without the lock: another size may be seconds on its way

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.prefetch.manager import PrefetchManager, keys_of
-from kvgrpc.prefetch.pools.shape import PageShape
+from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
 from kvgrpc.prefetch.storage.base import PageBuffers
+from kvgrpc.pull.common import DTYPES, CommonPages, PageAxes
 from kvgrpc.pull.heads import HeadRows, PageHeads, Share, divides, ranks_with
 from kvgrpc.pull.lender import LentPages
 
@@ -20,6 +21,8 @@ def lent_of(cache: PrefetchManager) -> LentPages:
     shape, namespace = cache.config.shape, cache.namespace
     own = _heads_of(shape)
     found = LentPages(_HostCache(cache), cache.keys, shape.page_bytes, shape.page_tokens, shape.dtype)
+    if (namespace.tp_size, namespace.pp_size, namespace.cp_size) == (1, 1, 1):
+        found = replace(found, common=_common_of(shape, cache.host.layout))
     if own is None or namespace.replicated:
         return found
     own = own.of_rank(namespace.tp_size, namespace.tp_rank)
@@ -46,6 +49,19 @@ def _heads_of(shape: PageShape) -> PageHeads | None:
     rows = shape.layers * shape.page_tokens
     sizes = [each.layer_bytes // (shape.page_tokens * shape.heads) for each in shape.components]
     return PageHeads(shape.heads_total, 0, shape.heads, tuple(HeadRows(rows, size) for size in sizes))
+
+
+def _common_of(shape: PageShape, layout: HostLayout) -> CommonPages | None:
+    """Of a cache with all heads and layers of the model, whose hashes are the common ones."""
+    sizes = [each.layer_bytes for each in shape.components]
+    if [each.name for each in shape.components] != ["k", "v"] or sizes[0] != sizes[1] or shape.dtype not in DTYPES:
+        return None
+    row = shape.page_tokens * shape.heads
+    if not row or sizes[0] % row:
+        return None
+    token_first = layout is HostLayout.PAGE_FIRST
+    order = ("kv", "token", "layer", "head") if token_first else ("kv", "layer", "token", "head")
+    return CommonPages(PageAxes(order, shape.layers, shape.page_tokens, shape.heads, sizes[0] // row))
 
 
 class _HostCache:

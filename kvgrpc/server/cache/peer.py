@@ -94,14 +94,17 @@ class CachePeer:
         self._staging = staging
         self._keys, identity = lends.keys, lends.keys.identity
         model = replace(config.model, name=config.model.name or identity.model)
-        name = config.model.name
-        self._holders = Holders(ref, config.layout, model, identity, pull, self._open_channel, name, lends.shares)
+        name, shares = config.model.name, lends.shares
+        common = None if lends.common is None else (lends.common, lends.common.identity(identity))
+        self._holders = Holders(ref, config.layout, model, identity, pull, self._open_channel, name, shares, common)
         self._transfer = _transfer_config(config, ref, staging, model)
         self._sending = PrefillManager(self._transfer, self.plane, self._loop)
-        self._landings = Landings(staging, partial(self._take_memory, lends), self._receive, self._loop)
-        self._lender = Lender(lends.cache, staging, self._sending, self.book)
+        axes = None if lends.common is None else lends.common.axes
+        self._landings = Landings(staging, partial(self._take_memory, lends), self._receive, self._loop, axes)
+        self._lender = Lender(lends.cache, staging, self._sending, self.book, common=lends.common)
         self._taker = Taker(self._landings.of, self._lend, self.book, pull.stall_timeout, self._holders.silent)
-        self.servicer = PullServicer(ref, config.layout, identity, self._lender, staging, self.book)
+        lent_as = None if common is None else common[1]
+        self.servicer = PullServicer(ref, config.layout, identity, self._lender, staging, self.book, lent_as)
         self._listener = Listener({_SERVICES[0]: lambda: self._sending.healthy}, Admission(config.call_limits))
 
     @property

@@ -27,11 +27,11 @@ def test_engines_of_ever_other_sizes_take_no_memory_without_end() -> None:
     sizes = [2**power for power in range(MOST_SIZES)]
     try:
         for size in sizes:
-            landings.of(cast(Any, SimpleNamespace(engine="E", tp_size=size)))
+            landings.of(cast(Any, SimpleNamespace(engine="E", tp_size=size, common=False)))
         with pytest.raises(TooManyRequests):
-            landings.of(cast(Any, SimpleNamespace(engine="F", tp_size=1024)))
+            landings.of(cast(Any, SimpleNamespace(engine="F", tp_size=1024, common=False)))
         for size in sizes:
-            landings.of(cast(Any, SimpleNamespace(engine="E", tp_size=size)))
+            landings.of(cast(Any, SimpleNamespace(engine="E", tp_size=size, common=False)))
         assert taken == sizes
     finally:
         landings.forget()

@@ -65,7 +65,7 @@ def serve(desk: Desk, tree: Any, listen: str) -> CacheServer:
     storage = tree.cache_controller.storage_backend if tree.enable_storage else None
     ours = storage if isinstance(storage, KvGrpcStorage) else None
     config = replace(_config(tree, listen), pull=None if ours is None else ours.pull)
-    return open_cache(config, cache_of, None if ours is None else ours.pulls)
+    return open_cache(config, cache_of, None if ours is None else ours.pulls(process_model_config().model_path))
 
 
 def _config(tree: Any, listen: str) -> RankConfig:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx
 
 logger = logging.getLogger("vllm." + __name__)
+T = TypeVar("T")
 
 
 class EngineCore:
@@ -43,6 +44,21 @@ class EngineCore:
         """On any thread: an idle core looks whether there is work."""
         if self._core is not None:
             self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    @property
+    def config(self) -> Any:
+        """vLLM's; None where no core was found."""
+        return getattr(self._core, "vllm_config", None)
+
+    def of_workers(self, look: Callable[[Any], T]) -> list[T]:
+        """Calls ``look`` in each worker's own process, which imports it. For whoever is made with the core, while no
+        worker computes."""
+        executor = getattr(self._core, "model_executor", None)
+        return [] if executor is None else list(executor.collective_rpc(look))
+
+    def request(self, number: str) -> Any:
+        """One that the scheduler has; None where it has none of this number. On the scheduler's thread."""
+        return getattr(getattr(self._core, "scheduler", None), "requests", {}).get(number)
 
     def leading_on_device(self, keys: Sequence[OffloadKey]) -> int:
         """Single reads of a table that the core's thread changes; what they find may be gone at once."""

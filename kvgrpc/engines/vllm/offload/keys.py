@@ -28,6 +28,7 @@ class ChunkNames:
         self.page_tokens: int = groups[0].tokens_per_block * cache.blocks_per_chunk
         self._group: int = groups[0].group_id
         self._hash_tokens: int = cache.tokens_per_hash
+        self.hashes_of_page = self.page_tokens // self._hash_tokens
 
     def keys(self, hashes: Sequence[str]) -> list[OffloadKey]:
         return [make_offload_key(bytes.fromhex(each), self._group) for each in hashes]
@@ -40,8 +41,7 @@ class ChunkNames:
         hashes = each_block_hash(
             tokens, self._hash_tokens, hash_seed=seed, algorithm=_algorithm(seed), cache_salt=cache_salt or ""
         )
-        each = self.page_tokens // self._hash_tokens
-        return [block for number, block in enumerate(hashes, start=1) if number % each == 0]
+        return list(hashes)[self.hashes_of_page - 1 :: self.hashes_of_page]
 
 
 def _algorithm(seed: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.tiering.base import ParentManager
 
+from kvgrpc.engines.vllm.offload.common import note_prompt
 from kvgrpc.engines.vllm.offload.engine_core import EngineCore
 from kvgrpc.engines.vllm.offload.keys import ChunkNames
 from kvgrpc.engines.vllm.offload.questions import Questions, leading_in_host
@@ -20,6 +21,7 @@ from kvgrpc.prefetch.orders import EngineOrders
 from kvgrpc.prefetch.protocol.book import OperationBook
 from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.protocol.order import Order
+from kvgrpc.pull.names import NotedNames
 
 _KEYS_OF_A_QUESTION = 4096
 _ANSWER_SECONDS = 2.0
@@ -43,8 +45,11 @@ class OffloadedCache:
         chunk_bytes: int,
         address: int,
         is_well: Callable[[], bool],
+        common: NotedNames | None = None,
     ) -> None:
+        """``common``: hears of the prompts that are asked for by their tokens."""
         self.rank = rank
+        self._common = common
         self.namespace = namespace
         self._names, self._orders, self._questions, self._core = names, orders, questions, core
         self._chunks, self._chunk_bytes, self._address = chunks, chunk_bytes, address
@@ -65,7 +70,10 @@ class OffloadedCache:
     def hash_tokens(
         self, tokens: Sequence[int], *, extra_key: str | None, cache_salt: str | None, bigram: bool
     ) -> list[bytes]:
-        return self._names.hash_tokens(tokens, extra_key, cache_salt)
+        hashes = self._names.hash_tokens(tokens, extra_key, cache_salt)
+        if self._common is not None:
+            note_prompt(self._common, hashes, tokens, cache_salt)
+        return hashes
 
     def lookup(
         self, hashes: Sequence[str], timeout: float, *, extra_key: str = "", storage: bool = True

@@ -1,0 +1,116 @@
+"""Pages as an engine of another kind can take them: an order of bytes that all know, and common names of the pages.
+
+Engines put the axes of a page in orders of their own, and hash tokens in ways of their own. So a holder lends in one
+order, whatever its own is, and pages are named by SGLang's chain of hashes, which whoever has the tokens can compute.
+Pure but for ``to_common`` and ``from_common``, which copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgrpc.prefetch.storage.keys import PageIdentity
+
+LAYOUT = "kvgrpc-common-1"
+"""The layout of an identity begins so where the pages are in the common order, with the common names."""
+ORDER = ("kv", "layer", "token", "head")
+# Quantised elements mean nothing without scales, which each engine keeps elsewhere.
+DTYPES = frozenset({"float32", "float16", "bfloat16"})
+
+
+@dataclass(frozen=True, slots=True)
+class PageAxes:
+    """A page of keys and values of all of the model's heads. ``order``: its axes, outermost first; innermost are the
+    ``head_bytes`` of one head of keys or of values, of one token in one layer."""
+
+    order: tuple[str, ...]
+    layers: int
+    tokens: int
+    heads: int
+    head_bytes: int
+
+    def __post_init__(self) -> None:
+        if sorted(self.order) != sorted(ORDER):
+            raise ValueError(f"{self.order} are not the axes {ORDER}")
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.layers * self.tokens * self.heads * self.head_bytes
+
+    @property
+    def is_common(self) -> bool:
+        """True if nothing has to be moved."""
+        return self.order == ORDER
+
+    def identity(self, own: PageIdentity) -> PageIdentity:
+        """Of the page in the common order, at a cache with this identity."""
+        layout = f"{LAYOUT} layers={self.layers} heads={self.heads} head_bytes={self.head_bytes}"
+        return PageIdentity(
+            model=own.model, revision=own.revision, dtype=own.dtype, layout=layout, page_size=self.tokens
+        )
+
+    def to_common(self, source: int, destination: int) -> None:
+        """Copies a page from the address ``source``, in its own order, to ``destination``, in the common one."""
+        _page(destination, self, ORDER)[:] = _page(source, self, self.order)
+
+    def from_common(self, source: int, destination: int) -> None:
+        """The other way."""
+        _page(destination, self, self.order)[:] = _page(source, self, ORDER)
+
+
+class PageNames(Protocol):
+    """An engine's own hashes of pages and the common ones. Thread-safe. Both answer for leading pages, as far as they
+    know them."""
+
+    def common(self, own: Sequence[str]) -> Sequence[str]: ...
+
+    def own(self, common: Sequence[str]) -> Sequence[str]: ...
+
+
+class SameNames:
+    """Of an engine that names its pages by the common hashes."""
+
+    def common(self, own: Sequence[str]) -> Sequence[str]:
+        return own
+
+    def own(self, common: Sequence[str]) -> Sequence[str]:
+        return common
+
+
+@dataclass(frozen=True, slots=True)
+class CommonPages:
+    """The pages of a cache as engines of another kind have them. ``model``: its name to those, where the cache's own
+    identity has another."""
+
+    axes: PageAxes
+    names: PageNames = field(default_factory=SameNames)
+    model: str = ""
+
+    def identity(self, own: PageIdentity) -> PageIdentity:
+        """Of these pages, at a cache with this identity."""
+        found = self.axes.identity(own)
+        return replace(found, model=self.model) if self.model else found
+
+
+def is_common(layout: str) -> bool:
+    """True if an identity with this layout asks for pages in the common order."""
+    return layout.startswith(f"{LAYOUT} ")
+
+
+def _page(address: int, axes: PageAxes, order: Sequence[str]) -> npt.NDArray[np.void]:
+    """A page that lies at an address in this order, with its axes in the common one."""
+    sizes = {"kv": 2, "layer": axes.layers, "token": axes.tokens, "head": axes.heads}
+    memory: Any = (ctypes.c_uint8 * axes.nbytes).from_address(address)
+    flat: npt.NDArray[np.void] = np.frombuffer(memory, np.dtype((np.void, axes.head_bytes)))
+    page: npt.NDArray[np.void] = flat.reshape([sizes[axis] for axis in order])
+    in_order: npt.NDArray[np.void] = page.transpose([order.index(axis) for axis in ORDER])
+    return in_order
+
+
+__all__ = ["DTYPES", "LAYOUT", "ORDER", "CommonPages", "PageAxes", "PageNames", "SameNames", "is_common"]

@@ -1,0 +1,149 @@
+"""One prefix across engines: what a real SGLang has computed a real vLLM takes from it, and the other way round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvgrpc.client import SyncClient
+from kvgrpc.client.engines import cache_address
+from kvgrpc.server import RegistryServer
+from kvgrpc.v1 import prefetch_service_pb2 as pb
+from kvgrpc.v1 import pull_service_pb2
+from tests.engines.engine import LOCAL, Engine
+from tests.engines.model import Case, Reference
+from tests.engines.test_sglang_hierarchical import started
+from tests.engines.test_vllm_from_sglang import SGLANG_PYTHON, Sglang
+from tests.engines.test_vllm_pull import opened
+from tests.engines.vllm_engine import BLOCK, VllmEngine
+from tests.support.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        not SGLANG_PYTHON.exists(), reason="SGLang's environment is not here: `.ci/setup sglang` makes it"
+    ),
+]
+PAGES = 6
+PROMPT = PAGES * BLOCK + 3
+
+
+@pytest.fixture(scope="module")
+def registry() -> Iterator[str]:
+    server = RegistryServer([f"{LOCAL}:0"]).open()
+    yield server.address
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def engines(registry: str, folder: Path, reference: Reference) -> Iterator[tuple[Engine, VllmEngine]]:
+    """Pages of one size, which is all that both need."""
+    place = {"KVGRPC_CACHE_LISTEN": f"{LOCAL}:0", "KVGRPC_ENGINE": "sglang", "KVGRPC_REGISTRY": registry}
+    sglang = started(
+        folder,
+        reference,
+        engine=Sglang,
+        environment={**place, "KVGRPC_DATA_PLANE": "shm"},
+        sizes={"page_size": BLOCK},
+        pull={"exported_pages": 64, "answer_timeout": 5.0},
+    )
+    vllm = opened("vllm", folder, reference.path, registry)
+    try:
+        sglang.wait_ready()
+        vllm.wait_ready()
+        wait_until(lambda: known(registry) == {"sglang", "vllm"}, 60)
+        yield sglang, vllm
+    finally:
+        sglang.close()
+        vllm.close()
+
+
+def known(registry: str) -> set[str]:
+    with SyncClient(registry) as client:
+        engines = client.list_engines(include_rows=True)
+        return {engine.name for engine in engines if any(row.endpoints.cache for row in engine.rows)}
+
+
+def cache_of(registry: str, name: str) -> SyncClient:
+    with SyncClient(registry) as client:
+        return SyncClient(cache_address(client.get_engine(name)))
+
+
+def ask(engine: Engine, case: Case) -> int:
+    """How many tokens of the prompt were not computed, as the engine counts; the tokens are right."""
+    request = engine.generate(case.prompt, len(case.tokens))
+    assert request.result(180) == case.tokens
+    return request.cached
+
+
+def taken_by(client: SyncClient) -> list[tuple[str, int]]:
+    pulls = client.list_pulls().pulls
+    taken = [each for each in pulls if each.direction == pull_service_pb2.PULL_DIRECTION_TAKEN]
+    assert not any(each.HasField("failure") for each in taken)
+    return [(each.peer.rank.engine, each.done_pages) for each in taken if each.ended]
+
+
+def test_a_prompt_that_sglang_computed_is_taken_by_vllm(
+    engines: tuple[Engine, VllmEngine], registry: str, reference: Reference
+) -> None:
+    sglang, vllm = engines
+    case = reference.case(PROMPT)
+    ask(sglang, case)
+    assert sglang.is_empty(30), "SGLang empties its cache when its backups are over"
+    assert ask(vllm, case) == PAGES * BLOCK
+    with cache_of(registry, "vllm") as client:
+        assert taken_by(client) == [("sglang", PAGES)]
+
+
+def test_vllm_computes_the_rest_of_a_longer_prompt(engines: tuple[Engine, VllmEngine], reference: Reference) -> None:
+    sglang, vllm = engines
+    shorter = reference.case(4 * BLOCK)
+    ask(sglang, shorter)
+    assert sglang.is_empty(30)
+    assert ask(vllm, reference.case(7 * BLOCK + 5, prefix=shorter.prompt)) == 4 * BLOCK
+
+
+def test_a_router_has_a_prompt_of_sglang_pulled_before_its_request_comes(
+    engines: tuple[Engine, VllmEngine], registry: str, reference: Reference
+) -> None:
+    sglang, vllm = engines
+    case = reference.case(PROMPT)
+    ask(sglang, case)
+    assert sglang.is_empty(30)
+    with cache_of(registry, "vllm") as client:
+        operation = client.start_prefetch(pb.PromptPages(tokens=case.prompt), engines=["sglang"])
+        for message in client.watch_operations([operation.operation_id]):
+            operation = message.operations[-1] if message.operations else operation
+        assert (operation.state, operation.completed_pages) == (pb.OPERATION_STATE_DONE, PAGES)
+    assert ask(vllm, case) == PAGES * BLOCK
+
+
+def test_a_prompt_that_vllm_computed_is_taken_by_sglang(
+    engines: tuple[Engine, VllmEngine], registry: str, reference: Reference
+) -> None:
+    sglang, vllm = engines
+    with cache_of(registry, "vllm") as vllms, cache_of(registry, "sglang") as sglangs:
+        case = reference.case(PROMPT)
+        ask(vllm, case)
+        pages = pb.PromptPages(tokens=case.prompt)
+        wait_until(lambda: vllms.lookup(pages).host_pages == PAGES, 30)
+        assert ask(sglang, case) == PAGES * BLOCK
+        assert taken_by(sglangs)[0] == ("vllm", PAGES)
+    assert sglang.is_empty(30) and vllm.is_empty()
+
+
+def test_a_holder_of_another_kind_that_was_killed_costs_a_computed_prompt(
+    engines: tuple[Engine, VllmEngine], reference: Reference
+) -> None:
+    """The last one: SGLang is gone afterwards."""
+    sglang, vllm = engines
+    case = reference.case(PROMPT)
+    ask(sglang, case)
+    sglang.kill()
+    began = time.monotonic()
+    assert ask(vllm, case) == 0
+    print(f"computed {time.monotonic() - began:.2f} s after the holder was killed")
+    assert ask(vllm, reference.case(PROMPT)) == 0
