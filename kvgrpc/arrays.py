@@ -1,4 +1,4 @@
-"""Where the memory of an array is: numpy's, torch's, and whatever has the same few words. Loads neither of them."""
+"""Finds the memory of an array: numpy's, torch's, and whatever has the same few words. Loads neither of them."""
 
 from __future__ import annotations
 

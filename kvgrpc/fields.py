@@ -87,7 +87,7 @@ def is_right(value: object, kind: Any) -> bool:
 
 
 def rule_of(kind: Any) -> str:
-    """What a value must be, for people."""
+    """The rule that a value must keep, for people."""
     base, meta = bare(kind)
     if get_origin(base) in (Union, types.UnionType):
         return " or ".join("none" if each is type(None) else rule_of(each) for each in get_args(base))
@@ -104,7 +104,7 @@ def rule_of(kind: Any) -> str:
 
 
 def text_of(member: enum.Enum) -> str:
-    """How a member of an enumeration is written in settings."""
+    """The text of a member of an enumeration in settings."""
     return member.value if isinstance(member.value, str) else member.name.lower()
 
 

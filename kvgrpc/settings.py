@@ -75,7 +75,7 @@ OTHERS = names_of(OtherVariables)
 
 
 def layered(kinds: Mapping[str, Any], keywords: Mapping[str, object], environment: Mapping[str, str]) -> dict[str, Any]:
-    """What was set, each value as its kind. Keywords that are no text stay as they are.
+    """The settings that were given, each value as its kind. Keywords that are no text stay as they are.
 
     Raises InvalidRequest for a key that is none, with the nearest that is one, and for a value that cannot be read or
     is out of bounds. A variable is refused where it is near a name of ours, and only said in the log otherwise.

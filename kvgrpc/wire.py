@@ -204,7 +204,7 @@ def _retry_after(message: pb.Failure) -> float:
 
 
 def _metadata(metadata: Mapping[str, str]) -> dict[str, str]:
-    """As many pairs as fit, long values cut: what a peer says is kept and told on."""
+    """The pairs that fit, long values cut: what a peer says is kept and told on."""
     kept, left = {}, _METADATA_CHARS
     for key, value in metadata.items():
         text = _text(value, _VALUE_CHARS)

@@ -1,4 +1,4 @@
-"""How a failure is told: what happened, what to do next, and with which exit code."""
+"""Tells a failure: what happened, what to do next, and with which exit code."""
 
 from __future__ import annotations
 

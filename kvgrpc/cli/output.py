@@ -1,4 +1,4 @@
-"""How an answer is shown: a table or a record for people, the message's JSON (as grpcurl prints it) for programs."""
+"""Shows an answer: a table or a record for people, the message's JSON (as grpcurl prints it) for programs."""
 
 from __future__ import annotations
 

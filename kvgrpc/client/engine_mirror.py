@@ -36,7 +36,7 @@ class EngineMirror:
         return mirrored.whole() if mirrored is not None else None
 
     def parts(self, name: str) -> tuple[pb.Engine, Iterable[pb.RankRow]] | None:
-        """As ``engine``, without a copy: the engine, and its rows in any order."""
+        """The engine and its rows in any order: ``engine`` without a copy."""
         mirrored = self._engines.get(name)
         return (mirrored.head, mirrored.rows.values()) if mirrored is not None else None
 

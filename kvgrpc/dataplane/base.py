@@ -1,4 +1,4 @@
-"""What a data plane is: one-sided writes from this process into the registered memory of a peer.
+"""The protocol of a data plane: one-sided writes from this process into the registered memory of a peer.
 
 A TransferWorker calls ``submit``, ``poll`` and ``stop``, one thread at a time; nobody else does, except the plane's own
 ``close``. All other methods may be called from any thread. On the event loop ``address``, ``connections_from`` and
@@ -37,7 +37,7 @@ MAX_ADDRESS_BYTES = 64 * 1024
 
 
 class Outcome(enum.IntEnum):
-    """How a submission ended, least certain first (docs/session.md rule 7, writes): of two outcomes the smaller counts.
+    """The end of a submission, least certain first (docs/session.md rule 7, writes): of two ends the smaller counts.
 
     FAILED_UNKNOWN: the source may still be read and the destination written. FAILED_SRC_FREE: nothing reads the source
     and no byte is left on this host, but the peer's host may still have some to deliver. REJECTED: refused or stopped;

@@ -15,7 +15,7 @@ def engine_name(address: str) -> str:
 
 
 def registry_of(bootstrap_addr: str, external: str) -> str:
-    """Where decode asks for the prefill engine that a request names: there, or at the external registry by its name."""
+    """The registry that decode asks for the prefill engine of a request: there, or the external one by its name."""
     return f"{external}/{engine_name(bootstrap_addr)}" if external else bootstrap_addr
 
 
@@ -24,7 +24,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def loopback_for(host: str) -> str:
-    """Where this machine reaches what listens on ``host``."""
+    """An address by which this machine reaches what listens on ``host``."""
     return _WILDCARDS.get(host, host)
 
 

@@ -1,4 +1,4 @@
-"""Whether an engine has what its adapter stands on: found by looking, never by the version alone.
+"""Finds what an adapter stands on in its engine: by looking, never by the version alone.
 
 Nobody looks before somebody asks for kvgrpc: beside an engine that uses nothing of ours it is not in the way. Imports
 no engine by itself.

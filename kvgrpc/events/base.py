@@ -1,4 +1,4 @@
-"""What an engine sees of event publishing: one call that never blocks and never raises."""
+"""The engine's side of event publishing: one call that never blocks and never raises."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class EventPublisher(ABC):
 
     @property
     def stream(self) -> EventStream | None:
-        """What ListStreams and Watch serve; None where nothing is kept."""
+        """The stream that ListStreams and Watch serve; None where nothing is kept."""
         return None
 
     @property
@@ -39,7 +39,7 @@ class EventPublisher(ABC):
         self.shutdown(0.0)
 
     def describe_local_source(self, block_size: int) -> dict[str, Any] | None:
-        """Where live events are, as SGLang asks its publishers; None: nowhere."""
+        """The endpoint of live events, as SGLang asks its publishers; None: nowhere."""
         return None
 
     def get_publisher_config(self) -> None:

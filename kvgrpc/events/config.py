@@ -17,7 +17,7 @@ from kvgrpc.settings import read
 
 
 class ReplayShape(enum.Enum):
-    """What a ROUTER reply looks like after the identity."""
+    """The frames of a ROUTER reply after the identity."""
 
     SEED = "seed"
     """Delimiter, sequence, payload."""
@@ -26,7 +26,7 @@ class ReplayShape(enum.Enum):
 
 
 class EventsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether and how a rank publishes KV-cache events."""
+    """The settings of a rank's KV-cache events: off, kept, or published live."""
 
     enable_kv_cache_events: bool = True
     """False: the rank publishes nothing, whatever else is set."""

@@ -1,4 +1,4 @@
-"""Which ZMQ endpoint a data-parallel rank uses, and whether it binds or connects. Pure."""
+"""The ZMQ endpoint of a data-parallel rank, which it binds or connects to. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REACHED = re.compile(r"[0-9A-Za-z\[:][0-9A-Za-z.:%;_\[\]-]*")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What to do with a PUB socket."""
+    """An endpoint for a PUB socket, to bind or to connect to."""
 
     address: str
     bind: bool

@@ -41,11 +41,11 @@ _log = logging.getLogger(__name__)
 
 
 class LiveTransport(Protocol):
-    """Where batches go as they are published. Used by the publisher's thread only."""
+    """Takes batches as they are published. Used by the publisher's thread only."""
 
     @property
     def endpoint(self) -> str:
-        """Where subscribers find it; empty when nowhere."""
+        """The endpoint that subscribers find it at; empty: none."""
 
     def send(self, sequence: int, payload: bytes, batch: object) -> None:
         """Sends one batch without blocking; may raise, which is counted. ``batch`` is what was published."""
@@ -56,7 +56,7 @@ class LiveTransport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PublisherCounts:
-    """What became of the batches of one publisher.
+    """Counts of the batches of one publisher: kept, sent, dropped.
 
     ``dropped`` took a number and are told as holes, ``refused`` came after shutdown, ``failed_sends`` are in the
     journal although the live transport refused them, ``unsent`` wait.

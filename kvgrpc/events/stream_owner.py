@@ -1,4 +1,4 @@
-"""Which rank publishes the events of an independent KV cache."""
+"""Names the rank that publishes the events of an independent KV cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one Watch says, one value after the other; ``wire`` puts it into messages."""
+"""The words of one Watch, one value after the other; ``wire`` puts it into messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_SNAPSHOTS_IN_A_ROW = 3
 
 
 class WatchMode(enum.IntEnum):
-    """How a Watch reads; the numbers of the proto."""
+    """The ways in which a Watch reads; the numbers of the proto."""
 
     REPLAY = 1
     TAIL = 2
@@ -39,7 +39,7 @@ class WatchMode(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WatchOrder:
-    """What a reader asks for: sequences inclusive, None where it leaves the choice to us.
+    """The order of a reader: sequences inclusive, None where it leaves the choice to us.
 
     ``chunk_bytes``: how much may be read of the journal at once. ``without_tokens``: snapshots name blocks alone.
     """
@@ -54,7 +54,7 @@ class WatchOrder:
 
 @dataclass(frozen=True, slots=True)
 class WatchBegins:
-    """Where the stream stands, and where the reader begins."""
+    """The sequence at which the stream stands, and the one at which the reader begins."""
 
     state: StreamState
     first: int
@@ -102,7 +102,7 @@ class Watch:
             self._begin_to_read()
 
     def heartbeat(self) -> WatchHeartbeat:
-        """Where the stream is, and a digest that this reader can compare."""
+        """Tells where the stream is, with a digest that this reader can compare."""
         upcoming = self._stream.next_sequence
         read = self.cursor if self._order.mode is not WatchMode.HEARTBEAT else upcoming
         return WatchHeartbeat(upcoming, self._stream.digest(read))

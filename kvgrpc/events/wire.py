@@ -37,7 +37,7 @@ _MAX_TOKEN = 2**32 - 1
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a reader wants batches: as they are, or typed, and then of which tiers and groups (empty: all)."""
+    """The form in which a reader wants batches: as they are, or typed and of which tiers and groups (empty: all)."""
 
     typed: bool = False
     tiers: frozenset[int] = frozenset()
@@ -145,7 +145,7 @@ def part_to_pb(part: Part, form: Form) -> pb.WatchResponse:
 
 
 def tier_of(medium: str | None) -> common_pb2.Tier.ValueType:
-    """Where an engine's medium lies."""
+    """The tier that an engine's medium is in."""
     key = medium_key(medium)
     if key == "GPU":
         return common_pb2.TIER_DEVICE

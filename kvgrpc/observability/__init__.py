@@ -1,1 +1,1 @@
-"""What operators see of a process: metrics and logs, their names and labels in one place."""
+"""The figures that operators see of a process: metrics and logs, their names and labels in one place."""

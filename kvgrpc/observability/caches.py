@@ -1,4 +1,4 @@
-"""How full the cache tiers of this process are, read from them when somebody scrapes."""
+"""The fill of the cache tiers of this process, read from them when somebody scrapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the hand-offs of one pair came to: since it stands, and in the last minute. For one thread."""
+"""Figures of the hand-offs of one pair: since it stands, and in the last minute. For one thread."""
 
 from __future__ import annotations
 

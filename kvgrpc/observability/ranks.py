@@ -1,4 +1,4 @@
-"""What ranks of this process hold now, read from them when somebody scrapes: nothing is counted on the way."""
+"""Gauges of what this process's ranks hold now, read from them when somebody scrapes: nothing is counted on the way."""
 
 from __future__ import annotations
 

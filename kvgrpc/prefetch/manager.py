@@ -196,7 +196,7 @@ class PrefetchManager:
         )
 
     def use(self) -> list[TierUse]:
-        """How full the tiers are."""
+        """The use of each tier."""
         page_bytes = self.config.shape.page_bytes
         if self.cache is not None:
             uses = self.cache.use()
@@ -354,7 +354,7 @@ class PrefetchManager:
 
 
 def keys_of(config: PrefetchConfig, namespace: Namespace) -> Keys:
-    """What makes storage keys of page hashes. Raises InvalidRequest for an unknown mode."""
+    """Returns the function that makes storage keys of page hashes. Raises InvalidRequest for an unknown mode."""
     shape = config.shape
     parts = ".".join(f"{component.name}{component.layer_bytes}" for component in shape.components)
     identity = PageIdentity(

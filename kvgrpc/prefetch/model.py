@@ -68,7 +68,7 @@ class Stop(enum.IntEnum):
 
 
 class PageOutcome(enum.IntEnum):
-    """What became of one page of an operation."""
+    """The outcome of one page of an operation."""
 
     PENDING = 0
     OK = 1
@@ -87,7 +87,7 @@ class Released(Protocol):
 
 
 class PageStatus(enum.Enum):
-    """What became of one page of a batch."""
+    """The outcome of one page of a batch."""
 
     OK = "ok"
     MISSING = "missing"
@@ -187,7 +187,7 @@ class OperationRow:
 
 @dataclass(frozen=True, slots=True)
 class CacheFacts:
-    """What GetCacheInfo says beside tiers and operations.
+    """Facts of GetCacheInfo beside tiers and operations.
 
     ``storage``: name of the backend, "" for none; ``storage_detail``: why it is not healthy. ``occupied`` of
     ``capacity`` host pages are held by prefetches. ``agreeing_ranks``: of the replica, that take part now.
@@ -205,7 +205,7 @@ class CacheFacts:
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """What a purge did, or would do.
+    """The result of a purge, or of one that is only tried.
 
     Attributes:
         near: pages of device and host that went, by tier.
@@ -267,7 +267,7 @@ class PrefetchLimits:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What must be equal for a page to be usable: pages of two namespaces never meet, whatever their hashes."""
+    """Values that must be equal for a page to be usable: pages of two namespaces never meet, whatever their hashes."""
 
     model: str
     dtype: str

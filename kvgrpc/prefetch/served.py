@@ -29,7 +29,7 @@ class ServedCache(Protocol):
 
     @property
     def leader(self) -> LeaderAgreement | None:
-        """Where the ranks of a replica agree over JoinAgreement; None: this rank leads nobody that way."""
+        """The leader with whom the ranks of a replica agree over JoinAgreement; None: there is none here."""
 
     @property
     def healthy(self) -> bool:
@@ -62,7 +62,7 @@ class ServedCache(Protocol):
         """Cuts it short; it ends when nothing moves its pages any more."""
 
     def use(self) -> list[TierUse]:
-        """How full the tiers are. Blocks."""
+        """The use of each tier. Blocks."""
 
     def facts(self) -> CacheFacts: ...
 

@@ -24,7 +24,7 @@ _HASH_BYTES = 32
 
 
 class HashesTokens(Protocol):
-    """How a cache names pages (``ServedCache.hash_tokens``)."""
+    """The way in which a cache names pages (``ServedCache.hash_tokens``)."""
 
     def __call__(
         self, tokens: Sequence[int], *, extra_key: str | None, cache_salt: str | None, bigram: bool

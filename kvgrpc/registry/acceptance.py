@@ -1,4 +1,4 @@
-"""Which rows a registry takes: no older incarnation, one shape an engine, and no more than fits. Pure."""
+"""The rows that a registry takes: no older incarnation, one shape an engine, and no more than fits. Pure."""
 
 from __future__ import annotations
 

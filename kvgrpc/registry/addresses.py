@@ -1,4 +1,4 @@
-"""What a registry checks of the addresses that ranks advertise."""
+"""Checks the addresses that ranks advertise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What WatchEngines sends: full states and changes, encoded once for all who follow the same engines."""
+"""The messages of WatchEngines: full states and changes, encoded once for all who follow the same engines."""
 
 from __future__ import annotations
 

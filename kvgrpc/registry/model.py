@@ -20,7 +20,7 @@ MAX_LABELS, MAX_LABEL_CHARS = 16, 128
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where a rank listens: ``grpc`` as "host:port", ``events_pub`` as a ZMQ endpoint, ``cache`` (PullService) as
+    """The addresses of a rank: ``grpc`` as "host:port", ``events_pub`` as a ZMQ endpoint, ``cache`` (PullService) as
     "host:port". Empty: not served."""
 
     grpc: str = ""
@@ -53,7 +53,7 @@ class Lease:
 
 
 class Absence(enum.IntEnum):
-    """How a rank left; the numbers of the proto."""
+    """The way in which a rank left; the numbers of the proto."""
 
     DEREGISTERED = 1
     LEASE_RAN_OUT = 2
@@ -93,7 +93,7 @@ class ResolvedEngine:
 
 @dataclass(frozen=True, slots=True)
 class EngineChange:
-    """What is new of one engine, as it is now.
+    """The news of one engine, as it is now.
 
     ``engine.rows``: rows that are new or were replaced. ``gone``: incarnations that are there no more and have no
     successor; with ``engine.registered_ranks`` 0 the engine itself is gone. ``before``: the incarnations that the new
@@ -108,7 +108,7 @@ class EngineChange:
 
 @dataclass(frozen=True, slots=True)
 class EngineFilter:
-    """Which engines a reader follows, and whether it wants their pools."""
+    """The engines that a reader follows, with their pools or without."""
 
     engine: str = ""
     role: Role | None = None
@@ -195,7 +195,7 @@ def pool_differences(known: Pool, offered: Pool) -> dict[str, str]:
 
 
 def row_differences(known: RankRow, offered: RankRow) -> dict[str, str]:
-    """Where two rows of one incarnation differ: field -> both values."""
+    """The differences of two rows of one incarnation: field -> both values."""
     differences = engine_differences(known.role, known.layout, known.model, offered)
     for field in ("grpc", "events_pub"):
         if getattr(known.endpoints, field) != getattr(offered.endpoints, field):

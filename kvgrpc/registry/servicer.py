@@ -82,7 +82,7 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
 
     @property
     def limits(self) -> RegistryLimits:
-        """What GetServerInfo says of a registry."""
+        """The limits that GetServerInfo says of a registry."""
         return RegistryLimits(
             max_page_size=MAX_PAGE,
             max_rows_per_request=wire.MAX_ROWS_PER_REQUEST,

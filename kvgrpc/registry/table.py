@@ -1,4 +1,4 @@
-"""Which rows there are, by engine: what every question to a registry is answered from, and what changed since. Pure."""
+"""All rows, by engine: what every question to a registry is answered from, and what changed since. Pure."""
 
 from __future__ import annotations
 

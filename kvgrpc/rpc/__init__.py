@@ -1,1 +1,1 @@
-"""What every gRPC client and server here shares: the loop thread, channels, security, statuses, interceptors, retry."""
+"""The base of every gRPC client and server: the loop thread, channels, security, statuses, interceptors, retry."""

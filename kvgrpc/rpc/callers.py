@@ -109,7 +109,7 @@ def who() -> Who:
 
 
 def check_speaker(ref: RankRef, role: Role | None, field: str) -> None:
-    """What somebody says who speaks for a rank, at ``field`` of the request. ``role``: None where any will do.
+    """Checks what somebody says who speaks for a rank, at ``field`` of the request. ``role``: None where any will do.
 
     Raises IdentityMismatch where the caller's token or certificate is another rank's, InvalidRequest for an epoch more
     than ten minutes ahead of our clock: it would fence every later incarnation.

@@ -78,7 +78,7 @@ SERVICES = {path.rpartition("/")[0] for path in RPCS}
 
 
 def roles_of(path: str) -> frozenset[CallerRole]:
-    """Who may call "/package.Service/Method": health and reflection everybody who is known, what has no line nobody."""
+    """The roles that may call "/package.Service/Method": all for health and reflection, none for what has no line."""
     if path.startswith(("/grpc.health.v1.Health/", REFLECTION)):
         return frozenset(EVERYBODY)
     return ALLOWED.get(path, frozenset())

@@ -16,7 +16,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Waiters(Generic[Key]):
-    """Who waits for what. Lives on one event loop.
+    """Calls by what they wait for. Lives on one event loop.
 
     ``limit``: things that may be waited for at a time, over all calls, and shared by the callers as ``Shares`` does;
     ``scope`` says of what, in the refusal.

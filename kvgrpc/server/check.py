@@ -1,4 +1,4 @@
-"""What a RankConfig must be before anything is opened. Every refusal names the field, its value and the rule."""
+"""Checks a RankConfig before anything is opened. Every refusal names the field, its value and the rule."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class TransferHandle(ABC):
         self._closed = False
 
     def poll(self) -> KVPoll:
-        """Where the room is. Terminal states stay.
+        """The state of the room. Terminal states stay.
 
         While the room is open and a thread of kvgrpc waits for the interpreter, which the caller was seen to let nobody
         have between two looks, the caller lends it: it sleeps for 50 us, once in 200 us of this manager and once after

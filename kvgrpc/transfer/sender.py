@@ -119,7 +119,7 @@ class KVSender(TransferHandle):
 
     @property
     def decode_prefix_pages(self) -> int | None:
-        """How many pages of the prompt decode already holds; None until decode has said where its pages are.
+        """The number of the prompt's pages that decode already holds; None until decode has said where its pages are.
 
         ``poll`` does not show whether decode has: it is at least WaitingForInput once ``init`` was called.
         """

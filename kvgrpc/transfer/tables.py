@@ -37,9 +37,8 @@ class PartRow:
 
 @dataclass(frozen=True, slots=True)
 class RoomEnd:
-    """How a hand-off that went well came to its end. ``ended_at``: Unix seconds, of this host's clock; ``nbytes``: of
-    its pages here; ``stages``: seconds until both sides were known, until there were pages to move, and until they had
-    moved.
+    """The end of a hand-off that went well. ``ended_at``: Unix seconds, of this host's clock; ``nbytes``: of its pages
+    here; ``stages``: seconds until both sides were known, until there were pages to move, and until they had moved.
     """
 
     ended_at: float

@@ -1,4 +1,4 @@
-"""What ``kvgrpc doctor --engine`` finds: which features of the adapter work with the engine that is installed here."""
+"""The findings of ``kvgrpc doctor --engine``: features of the adapter that work with the engine here, or not."""
 
 from __future__ import annotations
 

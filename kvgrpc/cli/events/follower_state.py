@@ -1,4 +1,4 @@
-"""How a follower stands and what its cache holds, as people and programs read it."""
+"""The state of a follower and the contents of its cache, as people and programs read it."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def not_ready(engine: pb.Engine) -> str:
 
 
 def absence_text(absent: pb.AbsentRank) -> str:
-    """How and when a rank left."""
+    """Says in words how and when a rank left."""
     from kvgrpc.v1 import registry_service_pb2 as pb
 
     how = _ABSENCES.get(absent.absence) or value_name(pb.Absence, absent.absence)

@@ -1,4 +1,4 @@
-"""What the page shows: the whole fleet as one object of plain values, bounded however large the fleet is."""
+"""The state that the page shows: the whole fleet as one object of plain values, bounded however large the fleet is."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RankLook:
-    """What one rank said of itself."""
+    """The answers of one rank about itself."""
 
     rank: pb.GetRankResponse
     sessions: Sequence[pb.Session]

@@ -220,7 +220,7 @@ class PrefixIndex:
         return self.ask(Question({0: hashes}, model, labels=frozenset(labels.items())), Wanted(engines, most))
 
     def ask(self, question: Question, wanted: Wanted) -> list[CacheScore]:
-        """As ``score``, with all that can be asked."""
+        """Answers questions: ``score`` with all that can be asked."""
         return self._table.score(question, wanted, time.monotonic())
 
     def plan(

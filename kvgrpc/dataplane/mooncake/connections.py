@@ -1,4 +1,4 @@
-"""Which TCP connections could still deliver bytes of a sender that gave up or died: read from the kernel's tables.
+"""Finds TCP connections that could still deliver bytes of a sender that gave up or died: read from the kernel's tables.
 
 A killed process, or an engine that closed the connection of a failed write, leaves bytes in socket buffers; they arrive
 as long as the connection exists here. What can be told, and what not:
@@ -139,7 +139,7 @@ def arriving(table: Iterable[Connection], ports: frozenset[int], addresses: froz
 
 
 class UnsentBytes:
-    """Whether connections that this process closed, to these ports of any host, still have bytes to send.
+    """Bytes that connections which this process closed, to these ports of any host, still have to send.
 
     ``since`` (``time.monotonic``): what was closed before then counts for certain, however lately it looked. Else it
     looks at most every 10 ms.

@@ -1,4 +1,4 @@
-"""How a Mooncake engine is started so that it runs the transport that was asked for, or not at all.
+"""Starts a Mooncake engine so that it runs the transport that was asked for, or not at all.
 
 Mooncake ignores its ``protocol`` argument, reads its settings from the environment while it is imported and while an
 engine is made, and ends the process over some of them.

@@ -55,7 +55,7 @@ class Limits(NamedTuple):
 
 
 class PeerQueue:
-    """What is in flight to one peer, shared by all submissions to it.
+    """Writes in flight to one peer, shared by all submissions to it.
 
     ``ready`` after first contact; ``refused``: why there was none; ``answer_by``: when to give up waiting for it.
     ``unsent(since)``: whether connections that the engine had closed by then, as it does with that of a failed write,

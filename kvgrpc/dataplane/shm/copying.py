@@ -45,7 +45,7 @@ _memmove_holding = ctypes.PYFUNCTYPE(*_signature)(_pointer or 0)
 
 
 class Pieces:
-    """What one submission copies: own addresses, own (mapped) addresses, bytes; uint64[n] each, range-checked."""
+    """The pieces of one submission: own addresses, own (mapped) addresses, bytes; uint64[n] each, range-checked."""
 
     __slots__ = ("count", "ends", "nbytes", "source", "target", "total")
 

@@ -1,4 +1,4 @@
-"""How long a hand-off may take: SGLang's own variables as the deadlines of a rank. Imports nothing of SGLang."""
+"""The time that a hand-off may take: SGLang's own variables as the deadlines of a rank. Imports nothing of SGLang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a failure of a room becomes the exception that SGLang reads."""
+"""Turns a failure of a room into the exception that SGLang reads."""
 
 from __future__ import annotations
 

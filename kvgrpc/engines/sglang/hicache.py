@@ -45,7 +45,7 @@ _QUIET_SECONDS = 30.0
 
 
 class HiCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``--hicache-storage-backend-extra-config`` holds besides SGLang's own keys."""
+    """Our keys of ``--hicache-storage-backend-extra-config``, besides SGLang's own."""
 
     storage: str = ""
     """Name of a kvgrpc storage backend; empty, with ``pull``: other engines' caches alone."""

@@ -32,7 +32,7 @@ _NAME = "kvgrpc"
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Who publishes, and where the replay is served.
+    """The publisher of events, and the address of their replay.
 
     ``listen``: "host:port" of dp rank 0. ``keys``: of EventsConfig, which vLLM's configuration does not admit.
     ``configured``: keywords of RankConfig, of which security and limits of calls count.

@@ -1,4 +1,4 @@
-"""How decode finds a prefill engine, in the words of the requests that name it."""
+"""Finds a prefill engine for decode, in the words of the requests that name it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How deep a payload nests: counted, so that it is the same on any stack, and not where recursion ends. Pure."""
+"""Says how deep a payload nests: counted, so that it is the same on any stack, and not where recursion ends. Pure."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Dialect(enum.Enum):
 
 
 class Encoding(enum.Enum):
-    """What an event is on the wire."""
+    """The form of an event on the wire."""
 
     ARRAY = "array"
     """A positional array: for consumers from before June 2026."""

@@ -51,7 +51,7 @@ class _Cleared(_Array, tag="AllBlocksCleared"):
 
 
 class AnyStored(_Array, tag="BlockStored", forbid_unknown_fields=True):
-    """What any version appended. Element 7 became the adapter's name in vLLM and a map of metadata in SGLang."""
+    """The elements of any version. Element 7 became the adapter's name in vLLM and a map of metadata in SGLang."""
 
     block_hashes: Sequence[BlockHash]
     parent_block_hash: BlockHash | None

@@ -100,7 +100,7 @@ class FollowerCore:
 
     @property
     def state(self) -> FollowerState:
-        """How what is shown relates to the cache."""
+        """The relation of what is shown to the cache."""
         if self._shadow is not None:
             return FollowerState.REBUILDING
         if self._main is None or not self._main.begun or not self._shown:
@@ -135,7 +135,7 @@ class FollowerCore:
         return commands
 
     def restore(self, log_id: str, contents: CacheContents) -> None:
-        """What was known of this log before; ahead of ``start``, which goes on from there."""
+        """Takes what was known of this log before; ahead of ``start``, which goes on from there."""
         self.log_id = log_id
         self._take_over(contents)
 
@@ -281,7 +281,7 @@ class FollowerCore:
         self._fail(error, now)
 
     def told_load(self, number: int, load: EngineLoad | None) -> None:
-        """What a heartbeat said of the engine."""
+        """Takes what a heartbeat said of the engine."""
         if self._main is not None and self._main.number == number:
             self.load = load
 

@@ -414,7 +414,7 @@ class BlockSet:
         return self._index.match(self._slot, hashes)
 
     def media_of(self, block: int) -> frozenset[str]:
-        """Where the block is in this cache."""
+        """The media of this cache that hold the block."""
         numbers, holders = self._index.tables()
         planes = holders[numbers.get(block, 0)]
         return frozenset(

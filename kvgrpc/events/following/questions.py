@@ -46,7 +46,7 @@ class Asked:
 
 
 class Budget:
-    """What one request may still ask for."""
+    """The hashes and tokens that one request may still ask for."""
 
     def __init__(self) -> None:
         self._blocks, self._tokens, self._answers = MAX_BLOCKS, MAX_TOKENS, MAX_ANSWERS

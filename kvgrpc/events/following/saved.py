@@ -1,4 +1,4 @@
-"""What an index knew, as bytes of a file, so that one that starts again need not read 64 snapshots first. Pure.
+"""The knowledge of an index as bytes of a file, so that one that starts again need not read 64 snapshots first. Pure.
 
 A line of JSON (what each cache is, its log, position and digest), then the hashes as arrays of 8 little-endian bytes,
 then a CRC-32 of all before it. Nothing of it is believed unchecked: bytes by the CRC, each cache by its digest, and the

@@ -48,8 +48,8 @@ class CacheScore(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What one cache has of a request: leading blocks by how far one has to reach for them, and those on the host
-    itself, which it can lend. ``blocks``: of the request; ``load``: of its engine, None: not told."""
+    """The part of a request that one cache has: leading blocks by how far one has to reach for them, and those on the
+    host itself, which it can lend. ``blocks``: of the request; ``load``: of its engine, None: not told."""
 
     engine: str
     dp: int

@@ -1,4 +1,4 @@
-"""Whether anybody listens where a PUB connects to: ZMQ drops what it sends to nobody, and says nothing."""
+"""Sees if anybody listens where a PUB connects to: ZMQ drops what it sends to nobody, and says nothing."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def end_monitor(socket: zmq.Socket[bytes]) -> None:
 
 
 def bound_address(socket: zmq.Socket[bytes]) -> str:
-    """Where it is bound, with the port that it got."""
+    """The address that it is bound to, with the port that it got."""
     address = socket.get(zmq.LAST_ENDPOINT)
     assert isinstance(address, bytes)
     return address.decode().rstrip("\0")

@@ -27,7 +27,7 @@ class QueuedClear(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What the publisher has to do: items in sequence from ``first``. A Dropped spans its range, others one number."""
+    """Work for the publisher: items in sequence from ``first``. A Dropped spans its range, others one number."""
 
     first: int
     items: deque[object]

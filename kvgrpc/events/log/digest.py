@@ -1,4 +1,4 @@
-"""What a cache holds in a few numbers, so that a follower and its publisher can compare. Pure.
+"""The contents of a cache in a few numbers, so that a follower and its publisher can compare. Pure.
 
 For each tier and group: how many distinct blocks there are, and the sum of a 64-bit mix of their hashes, each as often
 as the cache has copies of the block. docs/events.md has the formula and vectors.

@@ -52,7 +52,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True)
 class JournalLimits:
-    """What a journal keeps at most: entries, bytes of payload, seconds since an entry was made."""
+    """The bounds of a journal: entries, bytes of payload, seconds since an entry was made."""
 
     batches: int = KEPT_BATCHES
     bytes: int = KEPT_BYTES

@@ -67,7 +67,7 @@ class Recorder:
         return latest if latest.next_sequence >= next_sequence else self._checkpoint
 
     def add(self, entries: Sequence[bytes | DroppedRange]) -> None:
-        """What was published, in sequence. For the publisher's thread; an append."""
+        """Takes what was published, in sequence. For the publisher's thread; an append."""
         self._waiting.extend(entries)
         self._added_bytes += sum(len(entry) for entry in entries if not isinstance(entry, DroppedRange))
 

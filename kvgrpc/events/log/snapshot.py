@@ -34,7 +34,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class About(msgspec.Struct, frozen=True, gc=False):
-    """What the blocks of one event have in common."""
+    """The values that the blocks of one event have in common."""
 
     block_size: int
     lora_id: int | None

@@ -15,7 +15,7 @@ from kvgrpc.model import RankRef
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """Where a stream stands, as in the EventStream of the proto. ``listened_at``: None where nobody can tell."""
+    """The state of a stream, as in the EventStream of the proto. ``listened_at``: None where nobody can tell."""
 
     publisher: RankRef
     log_id: str
@@ -95,7 +95,7 @@ class EventStream:
         return None if self.recorder is None else self.recorder.digest(next_sequence)
 
     def state(self) -> StreamState:
-        """Where it stands now."""
+        """The state of this moment."""
         # The oldest first: read later it could pass the next.
         oldest, upcoming = self.journal.oldest_sequence, self.next_sequence
         return StreamState(

@@ -1,1 +1,1 @@
-"""What the ranks of one replica decide together: votes (pure), over gRPC or torch.distributed."""
+"""Decisions that the ranks of one replica make together: votes (pure), over gRPC or torch.distributed."""

@@ -84,7 +84,7 @@ class CopyPiece:
 
 
 def copy_failed(direction: Direction, error: Exception) -> KvGrpcError:
-    """What a copy's failure is called."""
+    """The error of a copy that failed."""
     if isinstance(error, KvGrpcError):
         return error
     text = f"{direction.value} failed: {type(error).__name__}: {error}"

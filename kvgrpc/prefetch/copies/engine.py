@@ -172,8 +172,8 @@ class CopyEngine:
         return any(np.isin(device_pages, each.device_pages).any() for each in coming)
 
     def acks(self) -> list[CopyAck]:
-        """What ended since the call before, oldest first. Every copy is acknowledged once; who does not take the acks
-        can begin no more copies one day."""
+        """The copies that ended since the call before, oldest first. Every copy is acknowledged once; who does not
+        take the acks can begin no more copies one day."""
         with self._lock:
             taken, self._acks = list(self._acks), deque()
         return taken

@@ -1,4 +1,4 @@
-"""What CUDA has and a CPU has not: streams, events and pinned memory. On a CPU all of it is done when it is called."""
+"""The parts of CUDA that a CPU has not: streams, events and pinned memory. On a CPU all is done when it is called."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Mark(Protocol):
         """Blocks this thread until the work before it is done."""
 
     def wait_on_stream(self) -> None:
-        """What this thread queues from now on comes after it; does not block."""
+        """Makes what this thread queues from now on come after it; does not block."""
 
 
 class CopyLane(Protocol):
@@ -28,10 +28,10 @@ class CopyLane(Protocol):
         """Work inside goes to this lane."""
 
     def fence(self) -> Mark:
-        """What the calling thread has queued so far on its own stream."""
+        """A mark behind all that the calling thread has queued so far on its own stream."""
 
     def mark(self) -> Mark:
-        """What this lane has so far."""
+        """A mark behind all that this lane has so far."""
 
 
 class _Done:

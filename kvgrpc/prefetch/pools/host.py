@@ -55,7 +55,7 @@ class HostPool:
 
     @property
     def ranges(self) -> tuple[MemoryRange, ...]:
-        """What a zero-copy backend registers."""
+        """The memory ranges that a zero-copy backend registers."""
         return (MemoryRange(self.address, self.nbytes),)
 
     def block_memory(self, number: int) -> Bytes:

@@ -1,4 +1,4 @@
-"""Which pages of a pool are free, being filled, or present, and who reads them: one owner for each page, always.
+"""The states of a pool's pages (free, being filled, present) and who reads them: one owner for each page, always.
 
 Taking what is taken and freeing what is free are errors at once, in production too: a page with two owners is another
 request's KV cache, and nothing later would notice.

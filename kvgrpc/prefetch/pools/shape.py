@@ -1,4 +1,4 @@
-"""What a page is made of, and where its bytes lie in each layout. Pure arithmetic on bytes: a dtype is only a size."""
+"""The components of a page, and the place of its bytes in each layout. Pure arithmetic: a dtype is only a size."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class ComponentBlock:
 
 
 def block_of(component: Component, shape: PageShape, layout: HostLayout, pages: int) -> ComponentBlock:
-    """Where the bytes of a component lie."""
+    """The place of a component's bytes."""
     layer, layers = component.layer_bytes, shape.layers
     whole = pages * layers * layer
     if layout is HostLayout.LAYER_FIRST:

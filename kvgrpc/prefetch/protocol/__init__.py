@@ -1,1 +1,1 @@
-"""What a prefetch and a backup are, without clock, thread or storage: the rules of docs/prefetch/cases.md."""
+"""State machines of a prefetch and a backup, without clock, thread or storage: the rules of docs/prefetch/cases.md."""

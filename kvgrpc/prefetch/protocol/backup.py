@@ -38,7 +38,7 @@ _THERE = (PageOutcome.OK, PageOutcome.SKIPPED)
 
 
 def writer_of(page_hash: str, ranks: Iterable[int]) -> int:
-    """Which of the live ranks writes a page that all of them hold: spread evenly, and when one goes only its pages
+    """The live rank that writes a page of which all have a copy: spread evenly, and when one goes only its pages
     move.
 
     Rendezvous hashing; every rank that knows the same ranks names the same one. Raises ValueError without any rank.
@@ -114,7 +114,7 @@ class Backup(Operation):
         return batch
 
     def on_written(self, batch: PageBatch, results: list[PageResult], now: float) -> PageBatch | None:
-        """What became of each page; returned are those to write again at once."""
+        """Takes what became of each page; returns those to write again at once."""
         for index, result in zip(batch.indices, results, strict=True):
             self._record(index, result, _OUTCOMES[result.status], index)
             self.completed += result.ok

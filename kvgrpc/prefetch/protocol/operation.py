@@ -266,7 +266,7 @@ class Operation:
         """Time passed."""
 
     def take_work(self) -> list[Work]:
-        """What the steps since the last call ask for, to be done in this order."""
+        """Hands over what the steps since the last call ask for, to be done in this order."""
         work, self._work = self._work, []
         return work
 
@@ -340,7 +340,7 @@ def failed_pages(error: BaseException, count: int) -> list[PageResult]:
 
 
 def failure_of(error: BaseException, backend: str) -> Failure:
-    """What people are told of an error; what is none of ours is STORAGE_FAILED."""
+    """The failure that people are told of an error; what is none of ours is STORAGE_FAILED."""
     if isinstance(error, KvGrpcError):
         return Failure.of(error)
     text = f"{backend}: {type(error).__name__}: {error}"
@@ -348,7 +348,7 @@ def failure_of(error: BaseException, backend: str) -> Failure:
 
 
 def state_of(stop: Stop, pages: int) -> OperationState:
-    """How an operation ended that did not come to all that was agreed, with so many pages in place."""
+    """The state of an operation that ended without all that was agreed, with so many pages in place."""
     if stop in (Stop.CANCELLED, Stop.SHUT_DOWN):
         return OperationState.CANCELLED
     if stop is Stop.DEADLINE:

@@ -1,4 +1,4 @@
-"""What is asked for: one prefetch or backup, in one value from whoever asks to the operation. Pure."""
+"""The order of one prefetch or backup, in one value from whoever asks to the operation. Pure."""
 
 from __future__ import annotations
 

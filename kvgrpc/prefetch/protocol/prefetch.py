@@ -162,7 +162,7 @@ class Prefetch(Operation):
         return PageBatch(tuple(span), span)
 
     def on_read(self, batch: PageBatch, results: list[PageResult], now: float) -> PageBatch | None:
-        """What came of each page; returned are those to ask for again at once.
+        """Takes what came of each page; returns those to ask for again at once.
 
         The bytes of a page are in place before anybody can see that it completed. One that cannot come ends the
         operation: what lies behind it is of no use. What comes after its last vote counts no more."""

@@ -32,7 +32,7 @@ class Stage(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What one rank says: ``pages`` leading pages of operation ``key``, and why they are so few.
+    """The word of one rank: ``pages`` leading pages of operation ``key``, and why they are so few.
 
     ``beat``: the leader's time, as it was last heard before this was said. So the leader knows how old a vote is at
     most, whoever slept meanwhile, and no two clocks are compared."""
@@ -46,8 +46,8 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What holds for all ranks. ``stop``: why of the rank with the fewest, RANK_ABSENT with 0 pages where one is
-    gone."""
+    """The number that holds for all ranks. ``stop``: why of the rank with the fewest, RANK_ABSENT with 0 pages where
+    one is gone."""
 
     key: str
     stage: Stage
@@ -253,7 +253,7 @@ class PendingVotes:
             self._said.pop((key, stage), None)
 
     def undecided(self) -> list[Vote]:
-        """What has to be said again on a new stream, as it was said first."""
+        """Votes that have to be said again on a new stream, as they were said first."""
         return [said.vote for said in self._said.values()]
 
     def tick(self, now: float) -> list[Decision]:

@@ -274,12 +274,12 @@ class CacheController:
         return source_behind(self.storage, (*behind, *hashes), len(behind)).count_leading(keys, timeout)
 
     def present_in_storage(self, hashes: Sequence[str], timeout: float) -> int:
-        """How many of them storage has, in whatever order, by keys without an extra key; blocks as
+        """The number of them that storage has, in whatever order, by keys without an extra key; blocks as
         ``count_in_storage``."""
         return self._in_parts(hashes, timeout, lambda storage, keys, left: sum(storage.contains(keys, left)))
 
     def delete_from_storage(self, hashes: Sequence[str], timeout: float, extra_key: str = "") -> int:
-        """How many of them were there and are gone; as ``present_in_storage``."""
+        """The number of them that were there and are gone; keys and waits as in ``present_in_storage``."""
         return self._in_parts(hashes, timeout, lambda storage, keys, left: storage.delete(keys, left), extra_key)
 
     def _in_parts(

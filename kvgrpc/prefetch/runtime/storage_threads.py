@@ -1,4 +1,4 @@
-"""What storage does for operations: look-ups, reads and writes, on threads of their own that may all hang."""
+"""The work of storage for operations: look-ups, reads and writes, on threads of their own that may all hang."""
 
 from __future__ import annotations
 

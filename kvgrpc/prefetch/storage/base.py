@@ -1,4 +1,4 @@
-"""What a storage backend is: pages of host memory go in under a key and come back with the same bytes, or not at all.
+"""The protocol of a storage backend: pages of host memory go in under a key and come back whole, or not at all.
 
 A *page* is the unit of commit: all its buffers (K and V, a latent, an indexer) are stored together or none is. Keys are
 content hashes with an identity (``keys``), so the bytes under a key never change and a second write of one is harmless.
@@ -44,7 +44,7 @@ def timed_out(detail: str, released: threading.Event | None = None) -> PageResul
 
 @dataclass(frozen=True, slots=True)
 class StorageStats:
-    """What a backend holds and did since it was opened.
+    """The figures of a backend since it was opened: what it holds and did.
 
     Attributes:
         healthy: whether calls are answered now; ``detail`` says why not.
@@ -97,10 +97,10 @@ class StorageBackend(Protocol):
         """
 
     def count_leading(self, keys: Sequence[str], timeout: float) -> int:
-        """How many pages from the first on are there, each complete. Raises StorageDown rather than answer too few."""
+        """The number of leading pages that are there, each complete. Raises StorageDown rather than answer too few."""
 
     def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
-        """Which pages are there, each complete. For what is no prefix; raises StorageDown as ``count_leading``."""
+        """True for each page that is there, complete, wherever it stands. Raises StorageDown as ``count_leading``."""
 
     def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
         """Fills the buffers. A page whose stored size is not the sum of its buffers is MISSING."""
@@ -116,7 +116,7 @@ class StorageBackend(Protocol):
         else's; how many. Raises StorageDown when it did not come to all of them in time: repeats come on, and end."""
 
     def count(self, prefix: str, timeout: float) -> int | None:
-        """How many pages ``clear(prefix)`` would drop; None: this store does not say. Raises StorageDown."""
+        """The number of pages that ``clear(prefix)`` would drop; None: this store does not say. Raises StorageDown."""
 
     def on_removed(self, removed: Removed) -> Callable[[], None] | None:
         """Calls it with the keys of pages that this process drops to make room or by ``clear``, on whatever thread;

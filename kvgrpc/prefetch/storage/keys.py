@@ -35,7 +35,7 @@ class KeyMode(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageIdentity:
-    """What a page's bytes depend on besides its hash.
+    """The values that a page's bytes depend on besides its hash.
 
     Attributes:
         model: name or path, as the engine was started with it; ``revision``: of its weights, where known.
@@ -96,7 +96,7 @@ class Keys:
 
     @property
     def prefix(self) -> str | None:
-        """What the keys of all of this rank's pages begin with, and no others; None where only their ends tell."""
+        """The beginning of the keys of all of this rank's pages, and of no others; None where only their ends tell."""
         return f"{self._prefixes[self._shared(KV)]}/" if self.mode is KeyMode.KVGRPC else None
 
     def prefix_of(self, extra_key: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What storage backends share that read, write and drop one page at a time, on a few threads of their own."""
+"""The part that storage backends share which read, write and drop one page at a time, on a few threads of their own."""
 
 from __future__ import annotations
 

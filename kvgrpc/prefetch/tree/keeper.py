@@ -20,7 +20,7 @@ class Keeper(Protocol):
     short. It may evict, the pools never do."""
 
     def leading(self, hashes: Sequence[str]) -> int:
-        """How many pages from the first on need not come, because host or device has them."""
+        """The number of pages from the first on that need not come, because host or device has them."""
 
     def reserve(self, count: int, behind: Sequence[str]) -> Pages | NotEnoughPages:
         """So many RESERVED host pages, for what comes behind the pages of ``behind``: room is not made by evicting any

@@ -206,7 +206,7 @@ class PrefixTree:
             waiting.extend(node.children.values())
 
     def match(self, hashes: Sequence[str], *, touch: bool = True) -> CachedPrefix:
-        """What is cached of a prompt. ``touch`` counts it as a use: recency and hits; nodes are split where it ends."""
+        """The cached prefix of a prompt. ``touch`` counts it as a use (recency, hits), splits the node it ends in."""
         path = self._path(hashes, split=touch)
         device: list[int] = []
         host: list[int] = []

@@ -83,12 +83,12 @@ class Registration:
 
     @property
     def address(self) -> str:
-        """Where the rows are looked after now."""
+        """The address of the registry that looks after the rows now."""
         return self._addresses[0]
 
     @property
     def state(self) -> State:
-        """What it is at: starting, registered, retrying (it comes back by itself), superseded (all rows), closed."""
+        """The state: starting, registered, retrying (it comes back by itself), superseded (all rows), closed."""
         return self._state
 
     @property

@@ -1,1 +1,1 @@
-"""Where the registry keeps its rows."""
+"""The places where a registry keeps its rows."""

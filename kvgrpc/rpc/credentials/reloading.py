@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ReloadedFile(Generic[T]):
-    """What ``parse`` makes of a file, made anew when the file changes; looked at once a second at most. Thread-safe.
+    """The value that ``parse`` makes of a file, anew when it changes; looked at once a second at most. Thread-safe.
 
     Raises InvalidRequest, which names the configuration ``key``, when the file cannot be used at construction. Later
     one that cannot be used leaves the last good value in force, and is logged once per change.

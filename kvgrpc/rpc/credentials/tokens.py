@@ -60,7 +60,7 @@ class HeaderSource:
 
 @dataclass(frozen=True, slots=True)
 class BearerToken:
-    """What a header says, before anything of it is proven."""
+    """The words of a header, before anything of it is proven."""
 
     key_id: str
     made_at: int

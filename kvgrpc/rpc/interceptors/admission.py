@@ -26,7 +26,7 @@ MOST_BODY_BYTES = 96 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """How many calls run at once at one server, of all callers and of one; past it TooManyRequests."""
+    """The calls that may run at once at one server, of all callers and of one; past it TooManyRequests."""
 
     unary: Count = 4_096
     """Of all callers; one may have as many as it leaves to others, so half where it is alone (``Shares``)."""

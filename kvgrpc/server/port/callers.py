@@ -50,7 +50,7 @@ class CallerHere:
 
 
 class CallersHere:
-    """Who calls one server, as it is when somebody asks. Lives on one event loop.
+    """The callers of one server, as they are when somebody asks. Lives on one event loop.
 
     ``readers``: of each service that is followed, who does; ``rows``: of its registry, by the name and the host of who
     registered them.

@@ -1,4 +1,4 @@
-"""What a process says about itself: its limits, settings, security, and the versions of what it runs on."""
+"""A process's description of itself: its limits, settings, security, and the versions of what it runs on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LONGEST_VALUE = 512
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What GetServerInfo says. ``registration``: as it is when somebody asks; None: it registers nowhere."""
+    """The answer of GetServerInfo. ``registration``: as it is when somebody asks; None: it registers nowhere."""
 
     version: str
     services: Sequence[str]

@@ -37,7 +37,7 @@ _LEAST_STOP_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """What ``Rank.close`` found.
+    """The result of ``Rank.close``.
 
     ``drained``: nothing was left. ``open_rooms`` had not ended. ``held_pages``: nobody may reuse them until the process
     ends. ``listening``: a write may be left, so the address stays bound and answers SERVER_DRAINING (a refused dial

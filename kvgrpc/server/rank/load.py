@@ -1,4 +1,4 @@
-"""What a rank says of its engine each second: what the engine told it, and what its cache lends and takes."""
+"""The load that a rank says each second: what the engine told it, and what its cache lends and takes."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class Rank(Generic[Transfer]):
 
     @property
     def address(self) -> str:
-        """Where peers dial, "host:port"; empty until the rank is open."""
+        """The address that peers dial, "host:port"; empty until the rank is open."""
         return self._parts.address
 
     @property
@@ -185,7 +185,7 @@ class Rank(Generic[Transfer]):
 
     @property
     def metrics_address(self) -> str:
-        """Where ``/metrics``, ``/livez`` and ``/readyz`` are, "host:port"; empty without ``metrics_listen``."""
+        """The address of ``/metrics``, ``/livez`` and ``/readyz``, "host:port"; empty without ``metrics_listen``."""
         return self._parts.status.address
 
     def close(self, deadline: float = 10.0) -> Closed:

@@ -1,4 +1,4 @@
-"""What a process says of itself to a kubelet and to Prometheus: its HTTP port, and the gauges of a rank."""
+"""The words of a process to a kubelet and to Prometheus: its HTTP port, and the gauges of a rank."""
 
 from __future__ import annotations
 

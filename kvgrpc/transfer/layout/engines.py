@@ -21,7 +21,7 @@ MOST_WORK = 1 << 19
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """What a topology needs to know. ``heads``: key and value heads of the whole model; 0: MLA, each rank holds all."""
+    """The numbers that a topology needs. ``heads``: key and value heads of the model; 0: MLA, each rank holds all."""
 
     layout: Layout
     heads: int = 0
@@ -53,7 +53,7 @@ class EngineShape:
 
 @dataclass(frozen=True, slots=True)
 class Owed:
-    """What one prefill rank owes one decode rank. ``descriptors``: that a page costs; 0: it owes nothing."""
+    """The debt of one prefill rank to one decode rank. ``descriptors``: that a page costs; 0: it owes nothing."""
 
     prefill: Coordinates
     decode: Coordinates

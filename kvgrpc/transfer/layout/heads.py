@@ -1,4 +1,4 @@
-"""Which bytes two pools share: the layers that both have, and where a range of heads lies in their pages. Pure.
+"""Finds the bytes that two pools share: the layers that both have, and the place of heads in their pages. Pure.
 
 The order of the axes decides how many runs there are: with the head outermost a range of heads is one run a page and
 region, with tokens before it one for each token.

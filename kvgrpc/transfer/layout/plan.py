@@ -1,4 +1,4 @@
-"""Which bytes go where: all layers of a chunk in one vectorised pass. Pure numpy.
+"""Plans which bytes go where: all layers of a chunk in one vectorised pass. Pure numpy.
 
 Pages that follow each other at the source *and* at the destination become one descriptor (the seeds'
 ``group_concurrent_contiguous``), because a data plane pays per descriptor, not per byte (docs/performance.md).
@@ -47,7 +47,7 @@ class Side(NamedTuple):
 
 
 class Geometry:
-    """How one pair's pools lie in both memories; made once per pair, used for every chunk. Thread-safe, immutable."""
+    """The place of one pair's pools in both memories; made once, used for every chunk. Thread-safe, immutable."""
 
     __slots__ = (
         "_dense",

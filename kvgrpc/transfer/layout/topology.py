@@ -1,4 +1,4 @@
-"""Who owes what: pure functions of two layouts and two shapes, which both sides compute and compare at Hello.
+"""Debts between ranks: pure functions of two layouts and two shapes, which both sides compute and compare at Hello.
 
 Tensor-parallel sizes may differ where one divides the other. With heads (MHA, GQA) a decode rank gets its heads from
 every prefill rank that holds some of them; of prefill ranks that hold copies the first one sends. Without heads (MLA,
@@ -37,8 +37,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one prefill rank owes one decode rank: global layers (none: it owes nothing), heads (0: they do not apply),
-    and aux.
+    """The debt of one prefill rank to one decode rank: global layers (none: it owes nothing), heads (0: they do not
+    apply), and aux.
     """
 
     layer_start: int

@@ -1,4 +1,4 @@
-"""What both cores do for a pair: news that its peer is told, and its peer's silence, which people are shown. Pure.
+"""The parts of a pair that both cores share: news for its peer, and the peer's silence, which people are shown. Pure.
 
 News are the rooms that changed, by pair. No message is kept: a pair's ``pending_rooms`` says which rooms changed, their
 latest state is read when it is told. So it is bounded by the rooms.

@@ -1,1 +1,1 @@
-"""What runs the protocol: managers, sessions over gRPC, and the thread that moves bytes."""
+"""The shell of the protocol: managers, sessions over gRPC, and the thread that moves bytes."""

@@ -43,7 +43,7 @@ class EngineHandle(TimedHandle, eq=False, gc=False):
 
 
 class RoomRequest(Struct, frozen=True, gc=False):
-    """What an engine asks a receiver for: the room, the registry of its prefill, the dp rank if the router chose one,
+    """An engine's order to a receiver: the room, the registry of its prefill, the dp rank if the router chose one,
     and the trace context of the request. As the engine gave it: nothing of it was checked but the key.
     """
 
@@ -54,7 +54,7 @@ class RoomRequest(Struct, frozen=True, gc=False):
 
 
 class SentPages(Struct, gc=False):
-    """What one ``send`` said, as the engine said it: see ``KVSender.send``. ``start``: the first page's position."""
+    """The pages of one ``send``, as the engine said them (``KVSender.send``). ``start``: the first page's position."""
 
     pages: CopiedPages
     start: int

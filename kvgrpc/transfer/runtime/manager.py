@@ -63,7 +63,7 @@ ROOMS_SENT, ROOMS_RECEIVED = metrics.SESSION_ROOMS.labels("sent"), metrics.SESSI
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """What a manager needs to know of its rank."""
+    """The facts of its rank that a manager needs."""
 
     ref: RankRef
     layout: Layout

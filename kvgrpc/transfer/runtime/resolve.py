@@ -34,7 +34,7 @@ Coordinates = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class PrefillEngine:
-    """What a registry said of a prefill engine: its layout, and its ranks that could owe this decode rank a part.
+    """A registry's answer about a prefill engine: its layout, and its ranks that could owe this decode rank a part.
 
     ``engine_selects_dp``: its own balancer chooses the dp rank of a room that no router chose, and not room % dp.
     ``owing``: of each dp rank that was asked for, those of its ranks that owe us something.

@@ -32,7 +32,7 @@ _BEHIND_ALL_ROOMS = RoomKey(2**64)
 
 
 class AnyRoom(Protocol):
-    """What a room's record has at either core."""
+    """The fields that a room's record has at either core."""
 
     @property
     def key(self) -> RoomKey: ...
@@ -57,7 +57,7 @@ Record = TypeVar("Record", bound=AnyRoom)
 
 
 class Core(Protocol[Record]):
-    """What the managers ask of either core."""
+    """The parts of either core that the managers read."""
 
     @property
     def rooms(self) -> dict[RoomKey, Record]: ...

@@ -1,4 +1,4 @@
-"""How a page lies in a file: in our own format, which proves itself complete, or in SGLang's, which is bytes only."""
+"""The forms of a page in a file: our own, which proves itself complete, or SGLang's, which is bytes only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROW = 512  # words of a block of 4,096 bytes
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the first block of a file says. ``checksum`` 0: none was taken."""
+    """The first block of a file. ``checksum`` 0: none was taken."""
 
     key: str
     nbytes: int

@@ -1,4 +1,4 @@
-"""How a whole page moves between a file and memory, without a copy of our own."""
+"""Moves a whole page between a file and memory, without a copy of our own."""
 
 from __future__ import annotations
 

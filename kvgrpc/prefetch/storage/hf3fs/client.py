@@ -1,4 +1,4 @@
-"""How bytes move between memory and the one file, by the kernel or by 3FS's own client."""
+"""Moves bytes between memory and the one file, by the kernel or by 3FS's own client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Hf3fsClient(Protocol):
         """All of the pieces, one behind the other."""
 
     def sync(self) -> None:
-        """What was written is where others see it, and stays there."""
+        """Returns once what was written is where others see it, and stays there."""
 
     def close(self) -> None:
         """Once, when no call is on its way. The descriptor stays open."""

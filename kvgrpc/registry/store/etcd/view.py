@@ -1,4 +1,4 @@
-"""What one registry knows of the rows in etcd: read once, then followed."""
+"""One registry's knowledge of the rows in etcd: read once, then followed."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class FanOut:
 
 
 class PlaceHandle(Handle, eq=False, kw_only=True):
-    """What one record knows as its handle."""
+    """The handle of one record."""
 
     fan_out: FanOut
 

@@ -1,4 +1,4 @@
-"""What prefill remembers of what is over: ended records for a while, stream numbers, writes that it cannot vouch for.
+"""Prefill's memory of what is over: ended records for a while, stream numbers, writes that it cannot vouch for.
 
 Pure and bounded. Numbers in comments are the rules of docs/session.md.
 """

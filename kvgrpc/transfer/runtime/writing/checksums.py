@@ -50,7 +50,7 @@ class PageReader:
 
 
 class PeerPages:
-    """What decode compares with: its own pages as one prefill rank writes them."""
+    """The pages that decode compares with: its own pages as one prefill rank writes them."""
 
     def __init__(self, prefill: Sequence[Pool], decode: Sequence[Pool]) -> None:
         """``prefill``: the pools of the rank that writes; none where it owes nothing. Raises InvalidRequest for pools

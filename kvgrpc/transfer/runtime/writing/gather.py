@@ -125,7 +125,7 @@ class Piece(NamedTuple):
 
 
 class Slices:
-    """How a page lies: in each of ``runs``, ``count`` slices of ``nbytes`` that follow each other at decode."""
+    """The slices of a page: in each of ``runs``, ``count`` slices of ``nbytes`` that follow each other at decode."""
 
     def __init__(self, source: list[_U8Array], destination: U64Array, destination_stride: U64Array) -> None:
         """``source``: of each run uint8[pages, count, nbytes]; the others uint64[runs], where page 0 of decode's run

@@ -36,7 +36,7 @@ _TOO_LATE = Result(Outcome.REJECTED, "the room ended before the write began")
 
 
 class PeerMemory:
-    """What decode said of its memory in its Hello; the worker attaches it at the first write.
+    """The memory that decode named in its Hello; the worker attaches it at the first write.
 
     ``owes``: False where another rank writes the same bytes, and a write here is done at once. ``verify``: it wants a
     checksum of each page.
