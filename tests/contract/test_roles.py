@@ -18,8 +18,8 @@ from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as registry_pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from tests.contract.certificates import OPENSSL, Authority
+from tests.contract.secured import call, listening, refusal
 from tests.contract.serving import failure
-from tests.contract.test_security import call, listening, refusal
 from tests.support.secrets import proof, tokens_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "roles.md"

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import re
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,88 +30,26 @@ from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.credentials import reloading
 from kvgrpc.rpc.credentials.tokens import authorization
 from kvgrpc.rpc.interceptors import ALLOWED
-from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity, Token
+from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity
 from kvgrpc.rpc.server import add_methods
 from kvgrpc.server import settings
 from kvgrpc.server.port.listener import Listener
-from tests.contract.certificates import OPENSSL, Authority, Certificate
+from tests.contract.secured import (
+    DRAIN,
+    OPERATOR,
+    SECRETS,
+    TOKENS,
+    WITH_TOKENS,
+    Everything,
+    call,
+    listening,
+    refusal,
+)
 from tests.contract.serving import failure, once
 from tests.support.secrets import proof, secret
 from tests.support.waiting import until
 
-SECRETS = {role: f"secret-of-{role.value}" for role in CallerRole}
-TOKENS = tuple(Token(role, secret) for role, secret in SECRETS.items())
-WITH_TOKENS = ServerSecurity(tokens=TOKENS)
-OPERATOR = ClientSecurity(token=SECRETS[CallerRole.OPERATOR])
-DRAIN = "/kvgrpc.v1.ServerService/Drain"
-WATCH = "/kvgrpc.v1.EventService/Watch"
 ROOT = Path(__file__).parents[2]
-STREAMS_OF_REQUESTS = ("KeepAlive", "Session")
-STREAMS_OF_RESPONSES = ("KeepAlive", "Session", "Watch")
-
-
-class Everything:
-    """Answers every method of the role table with what it was sent; ``reached`` names them."""
-
-    def __init__(self) -> None:
-        self.reached: list[str] = []
-
-    def add_to(self, server: grpc.aio.Server) -> list[str]:
-        services: dict[str, dict[str, Any]] = {}
-        for path in ALLOWED:
-            _, service, method = path.split("/")
-            services.setdefault(service, {})[method] = self._handler(path, method)
-        for name, methods in services.items():
-            add_methods(server, name, methods)
-        return list(services)
-
-    def _handler(self, path: str, method: str) -> Any:
-        async def single(request: bytes, context: Any) -> bytes:
-            self.reached.append(path)
-            return request
-
-        async def stream(request: Any, context: Any) -> None:
-            self.reached.append(path)
-            await context.write(b"")
-
-        if method in STREAMS_OF_REQUESTS:
-            return grpc.stream_stream_rpc_method_handler(stream)
-        if method in STREAMS_OF_RESPONSES:
-            return grpc.unary_stream_rpc_method_handler(stream)
-        return grpc.unary_unary_rpc_method_handler(single)
-
-
-@contextlib.asynccontextmanager
-async def listening(security: ServerSecurity, address: str = "127.0.0.1:0") -> AsyncIterator[tuple[str, Everything]]:
-    everything = Everything()
-    listener = Listener()
-    (bound,) = await listener.start(everything.add_to, [address], security)
-    try:
-        yield bound, everything
-    finally:
-        await listener.stop(0.0)
-
-
-async def call(address: str, path: str, security: ClientSecurity | None = None, timeout: float = 5.0) -> None:
-    """One whole call; raises what the caller of it would see."""
-    method = path.rpartition("/")[2]
-    channel: Any = open_channel(address, security, own_connection=True)
-    async with channel:
-        if method in STREAMS_OF_REQUESTS:
-            assert await channel.stream_stream(path)(once(b""), timeout=timeout).read() == b""
-        elif method in STREAMS_OF_RESPONSES:
-            assert await channel.unary_stream(path)(b"", timeout=timeout).read() == b""
-        else:
-            assert await channel.unary_unary(path)(b"", timeout=timeout) == b""
-
-
-async def refusal(address: str, path: str, security: ClientSecurity | None = None) -> KvGrpcError:
-    """Asked again when the library lost the status because the request was still being written (grpc.aio, streams)."""
-    for _ in range(5):
-        error = await failure(call(address, path, security))
-        if error.message != "Internal error from Core":
-            break
-    return error
 
 
 class TestRolesAndMethods:
@@ -372,124 +305,6 @@ class TestWhatNothingProtects:
             await call(address, DRAIN)
 
 
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls"))
-
-
-@pytest.fixture(scope="module")
-def server_certificate(authority: Authority) -> Certificate:
-    return authority.sign("engine-7.internal", "DNS:engine-7.internal,IP:127.0.0.1")
-
-
-@pytest.mark.skipif(OPENSSL is None, reason="makes its certificates with openssl")
-class TestTls:
-    @pytest.fixture
-    def tls(self, server_certificate: Certificate) -> ServerSecurity:
-        return ServerSecurity(
-            cert_file=server_certificate.cert_file, key_file=server_certificate.key_file, tokens=TOKENS
-        )
-
-    @pytest.fixture
-    def mutual(self, server_certificate: Certificate, authority: Authority) -> ServerSecurity:
-        return ServerSecurity(
-            cert_file=server_certificate.cert_file,
-            key_file=server_certificate.key_file,
-            client_ca_file=authority.ca_file,
-            tokens=TOKENS,
-        )
-
-    async def test_a_client_with_the_authority_and_a_token_calls(
-        self, tls: ServerSecurity, authority: Authority
-    ) -> None:
-        async with listening(tls) as (address, _):
-            secret = SECRETS[CallerRole.OPERATOR]
-            await call(address, DRAIN, ClientSecurity(ca_file=authority.ca_file, token=secret))
-            await call(
-                address, "/kvgrpc.v1.EventService/Watch", ClientSecurity(ca_file=authority.ca_file, token=secret)
-            )
-            error = await refusal(address, DRAIN, ClientSecurity(ca_file=authority.ca_file))
-            assert isinstance(error, CredentialsInvalid)
-
-    async def test_a_client_of_another_authority_or_without_tls_gets_no_connection(
-        self, tls: ServerSecurity, tmp_path: Path
-    ) -> None:
-        other = Authority(tmp_path)
-        async with listening(tls) as (address, everything):
-            for security in (ClientSecurity(ca_file=other.ca_file), None):
-                error = await refusal(address, DRAIN, security)
-                assert (error.reason, error.code) == (Reason.UNSPECIFIED, "UNAVAILABLE")
-            assert everything.reached == []
-
-    async def test_the_name_in_the_certificate_must_be_the_dialled_or_the_configured_one(
-        self, tls: ServerSecurity, authority: Authority
-    ) -> None:
-        ca, secret = authority.ca_file, SECRETS[CallerRole.OPERATOR]
-        async with listening(tls, "localhost:0") as (address, _):
-            error = await refusal(address, DRAIN, ClientSecurity(ca_file=ca, token=secret))
-            assert error.code == "UNAVAILABLE"
-            named = ClientSecurity(ca_file=ca, token=secret, server_name="engine-7.internal")
-            await call(address, DRAIN, named)
-
-    @pytest.mark.parametrize(
-        ("common_name", "alternative_names", "role"),
-        [
-            ("prefill-7.rank", "", CallerRole.RANK),
-            ("operator", "", CallerRole.OPERATOR),
-            ("node-7", "URI:spiffe://cluster/kvgrpc/consumer", CallerRole.CONSUMER),
-            ("node-7", "DNS:node-7.internal,DNS:node-7.rank", CallerRole.RANK),
-            ("ops.operator", "DNS:node-7.rank", CallerRole.RANK),
-        ],
-    )
-    async def test_the_role_is_in_the_client_certificate(
-        self, mutual: ServerSecurity, authority: Authority, common_name: str, alternative_names: str, role: CallerRole
-    ) -> None:
-        security = self.of(authority, authority.sign(common_name, alternative_names))
-        async with listening(mutual) as (address, _):
-            for path in ("/kvgrpc.v1.RegistryService/Register", DRAIN, WATCH):
-                if role in ALLOWED[path]:
-                    await call(address, path, security)
-                else:
-                    error = await refusal(address, path, security)
-                    assert isinstance(error, PermissionDenied)
-                    assert error.metadata["role"] == role.value
-
-    async def test_a_certificate_without_a_role_needs_a_token(
-        self, mutual: ServerSecurity, authority: Authority, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        certificate = authority.sign("nobody-in-particular", "DNS:rank.internal")
-        async with listening(mutual) as (address, _):
-            error = await refusal(address, DRAIN, self.of(authority, certificate))
-            assert isinstance(error, CredentialsInvalid)
-            assert error.message.endswith(": rank.internal, nobody-in-particular")
-            assert f"127.0.0.1 was refused {DRAIN}: {error}" in caplog.messages
-            await call(address, DRAIN, self.of(authority, certificate, SECRETS[CallerRole.OPERATOR]))
-
-    async def test_a_token_counts_before_the_certificate(self, mutual: ServerSecurity, authority: Authority) -> None:
-        certificate = authority.sign("ops.operator")
-        async with listening(mutual) as (address, _):
-            await call(address, DRAIN, self.of(authority, certificate))
-            rank = self.of(authority, certificate, SECRETS[CallerRole.RANK])
-            assert isinstance(await refusal(address, DRAIN, rank), PermissionDenied)
-            wrong = self.of(authority, certificate, "wrong")
-            assert isinstance(await refusal(address, DRAIN, wrong), CredentialsInvalid)
-
-    async def test_without_a_certificate_of_the_authority_there_is_no_connection(
-        self, mutual: ServerSecurity, authority: Authority, tmp_path: Path
-    ) -> None:
-        foreign = Authority(tmp_path, "foreign").sign("ops.operator")
-        async with listening(mutual) as (address, everything):
-            for security in (ClientSecurity(ca_file=authority.ca_file), self.of(authority, foreign)):
-                assert (await refusal(address, DRAIN, security)).code == "UNAVAILABLE"
-            assert everything.reached == []
-
-    @staticmethod
-    def of(authority: Authority, certificate: Certificate, token: str = "") -> ClientSecurity:
-        return ClientSecurity(
-            ca_file=authority.ca_file, cert_file=certificate.cert_file, key_file=certificate.key_file, token=token
-        )
-
-
 def refusals_counted() -> list[float]:
     reasons = (Reason.CREDENTIALS_INVALID, Reason.PERMISSION_DENIED)
     samples = (metrics.REGISTRY.get_sample_value("kvgrpc_errors_total", {"reason": each.name}) for each in reasons)
@@ -515,35 +330,3 @@ async def services(channel: Any) -> list[str]:
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     response = await stub.ServerReflectionInfo(once(request), timeout=5).read()
     return [service.name for service in response.list_services_response.service]
-
-
-@pytest.mark.skipif(OPENSSL is None, reason="makes its certificates with openssl")
-@pytest.mark.parametrize(("environment", "said"), [({}, True), ({"GRPC_VERBOSITY": "ERROR"}, False)])
-def test_a_refused_handshake_is_a_line_of_the_c_core_alone(
-    tmp_path: Path, environment: dict[str, str], said: bool
-) -> None:
-    """As docs/watch/log.md tells operators: no other place shows it."""
-    server = Authority(tmp_path).sign("localhost", "IP:127.0.0.1")
-    inherited = {key: value for key, value in os.environ.items() if key not in ("GRPC_VERBOSITY", "GRPC_TRACE")}
-    command = [sys.executable, "-m", "kvgrpc", "serve", "registry", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(
-        [*command, "--cert-file", server.cert_file, "--key-file", server.key_file],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=inherited | environment,
-        text=True,
-    ) as registry:
-        assert registry.stdout is not None and registry.stderr is not None
-        try:
-            address = registry.stdout.readline().split()[-1]
-            host, port = address.rsplit(":", 1)
-            with socket.create_connection((host, int(port)), 10) as plaintext:
-                plaintext.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                plaintext.settimeout(20)
-                while plaintext.recv(4096):
-                    pass
-        finally:
-            registry.terminate()
-            _, stderr = registry.communicate(timeout=30)
-    assert ("Handshake failed with error SSL_ERROR_SSL" in stderr) is said
-    assert "127.0.0.1:" not in stderr.replace(address, "")

@@ -31,7 +31,7 @@ from kvgrpc.rpc.security import CallerRole, ServerSecurity, Token
 from kvgrpc.server import RegistryServer
 from kvgrpc.v1.prefetch_service_pb2 import PromptPages
 from tests.contract.certificates import OPENSSL, Authority, Certificate, openssl
-from tests.contract.test_security import DRAIN, call, listening, refusal
+from tests.contract.secured import DRAIN, call, listening, refusal
 
 
 def refused(make: Callable[[], object], field: str, *words: str) -> None:

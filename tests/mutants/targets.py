@@ -81,7 +81,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "rpc": (
         "rpc/*.py rpc/credentials/*.py rpc/interceptors/*.py",
-        ("unit/rpc", "contract/test_security.py", "contract/test_callers.py"),
+        ("unit/rpc", "contract/test_security.py", "contract/test_tls.py", "contract/test_callers.py"),
     ),
     "server": (
         "server/*.py server/*/*.py",
