@@ -11,7 +11,7 @@ import enum
 import functools
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, SupportsIndex, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -93,7 +93,7 @@ def rule_of(kind: Any) -> str:
         return " or ".join("none" if each is type(None) else rule_of(each) for each in get_args(base))
     if get_origin(base) is Literal:
         return " or ".join(map(str, get_args(base)))
-    if get_origin(base) is tuple:
+    if get_origin(base) in _LISTS:
         return f"a list of {rule_of(get_args(base)[0])}"
     if isinstance(base, type) and issubclass(base, enum.Enum):
         return " or ".join(text_of(member) for member in base)
@@ -116,7 +116,7 @@ def _kinds_of(kind: Any) -> dict[str, Any]:
 
 def _wrong(path: str, value: Any, kind: Any) -> Iterator[Violation]:
     base, meta = bare(kind)
-    if get_origin(base) is tuple and isinstance(value, (tuple, list)):
+    if get_origin(base) in _LISTS and _is_list(value):
         for index, item in enumerate(value):
             yield from _wrong(f"{path}[{index}]", item, get_args(base)[0])
     elif not is_right(value, kind):
@@ -131,14 +131,18 @@ def _fits(value: Any, base: Any) -> bool:
         return any(is_right(value, each) for each in get_args(base))
     if origin is Literal:
         return value in get_args(base)
-    if origin is tuple:
-        return isinstance(value, (tuple, list)) and all(is_right(item, get_args(base)[0]) for item in value)
+    if origin in _LISTS:
+        return _is_list(value) and all(is_right(item, get_args(base)[0]) for item in value)
     if base in (int, float):
         numbers = (SupportsIndex,) if base is int else (SupportsIndex, float)
         return isinstance(value, numbers) and not isinstance(value, bool)
     if not isinstance(base, type) or getattr(base, "_is_protocol", False):
         return True
     return isinstance(value, Mapping if base is dict else base)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def _within(value: Any, meta: Meta) -> bool:
@@ -172,4 +176,5 @@ def _plain(bound: float) -> str:
     return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
+_LISTS = (tuple, Sequence)
 _WORDS: dict[Any, str] = {bool: "true or false", float: "a number", int: "a whole number", dict: "a table"}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 import re
+import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from kvgrpc.arrays import rows_of
 from kvgrpc.errors import InvalidRequest, Violation
@@ -26,6 +27,7 @@ __all__ = [
     "RankId",
     "RankRef",
     "Region",
+    "Regions",
     "Role",
     "Tier",
     "check_pools",
@@ -166,8 +168,7 @@ class Region(NamedTuple):
     """Memory of one layer and component of a pool. ``address`` is in the owner's address space, sizes are bytes.
 
     ``layer``: its number in the whole model, whatever the pipeline stage. ``component``: one of COMPONENTS, or a word
-    that both engines use. The garbage collector looks at each of them, as at every named tuple: what holds many
-    bounds how many.
+    that both engines use.
     """
 
     layer: int
@@ -175,6 +176,62 @@ class Region(NamedTuple):
     address: int
     page_stride_bytes: int
     page_bytes: int
+
+
+class Regions(Sequence[Region]):
+    """Regions, in 32 bytes each, that are made anew for whoever looks at them: a collection of garbage looks at every
+    object that there is, and a registry's rows have hundreds of thousands of regions. Immutable."""
+
+    __slots__ = ("_numbers", "_words")
+    _ONE = struct.Struct("<IIQQQ")
+
+    def __init__(self, regions: Iterable[tuple[int, str, int, int, int]]) -> None:
+        """Raises ``struct.error`` for numbers that no region can have."""
+        words: dict[str, int] = {}
+        self._numbers = b"".join(
+            self._ONE.pack(layer, words.setdefault(component, len(words)), *numbers)
+            for layer, component, *numbers in regions
+        )
+        self._words = tuple(words)
+
+    def __len__(self) -> int:
+        return len(self._numbers) // self._ONE.size
+
+    def __iter__(self) -> Iterator[Region]:
+        for layer, word, *numbers in self._ONE.iter_unpack(self._numbers):
+            yield Region(layer, self._words[word], *numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Region: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Region]: ...
+
+    def __getitem__(self, index: int | slice) -> Region | Sequence[Region]:
+        if isinstance(index, slice):
+            return Regions(self[n] for n in range(len(self))[index])
+        layer, word, *numbers = self._ONE.unpack_from(self._numbers, range(len(self))[index] * self._ONE.size)
+        return Region(layer, self._words[word], *numbers)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Regions):
+            return NotImplemented
+        return self._numbers == other._numbers and self._words == other._words
+
+    def __hash__(self) -> int:
+        return hash((self._numbers, self._words))
+
+    def __repr__(self) -> str:
+        return f"Regions({list(self)!r})"
+
+
+def _packed(regions: Sequence[Region]) -> Sequence[Region]:
+    """As they are where no region can be so: ``check_pools`` says what is wrong."""
+    try:
+        if not isinstance(regions, Regions) and all(isinstance(each, Region) for each in regions):
+            return Regions(regions)
+    except (TypeError, struct.error):
+        pass
+    return regions
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +244,7 @@ class Pool:
         page_tokens: tokens in one page; 0 for pools that do not count tokens.
         pages: pages in the pool; a page number is below it.
         dtype: as torch and numpy name it, "bfloat16", "float8_e4m3fn", "uint8".
-        regions: one for each layer and component.
+        regions: one for each layer and component; any sequence becomes ``Regions``.
         axes: of one page, outermost first, with commas: "token,head,dim", "head,token,dim", "kv,token,head,dim",
             "token,latent"; "" where nobody needs to know (equal layouts).
         heads_total, head_start, head_count: KV heads of the model, the first one held here, and how many; 0 for MLA
@@ -200,12 +257,15 @@ class Pool:
     page_tokens: int
     pages: int
     dtype: str
-    regions: tuple[Region, ...]
+    regions: Sequence[Region]
     axes: str = ""
     heads_total: int = 0
     head_start: int = 0
     head_count: int = 0
     location: str = "cpu:0"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "regions", _packed(self.regions))
 
     @classmethod
     def from_arrays(
@@ -256,7 +316,7 @@ class Pool:
 
     def without_addresses(self) -> Pool:
         """The shape alone, as it is told to a registry and to people."""
-        return replace(self, regions=tuple(region._replace(address=0) for region in self.regions))
+        return replace(self, regions=[region._replace(address=0) for region in self.regions])
 
 
 def new_epoch() -> int:

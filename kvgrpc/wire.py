@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from google.protobuf.duration_pb2 import Duration
 
 from kvgrpc.errors import MAX_MESSAGE_CHARS, Failure, InvalidRequest, Reason
-from kvgrpc.model import Attention, EngineLoad, Layout, ModelIdentity, Pool, PoolKind, RankId, RankRef, Region, Role
+from kvgrpc.model import Attention, EngineLoad, Layout, ModelIdentity, Pool, PoolKind, RankId, RankRef, Regions, Role
 from kvgrpc.v1 import common_pb2 as pb
 from kvgrpc.v1 import error_reason_pb2
 
@@ -110,8 +110,8 @@ def pool_from_pb(message: pb.PagePool, path: str = "pools[0]", *, addresses: boo
         page_tokens=message.page_tokens,
         pages=message.pages,
         dtype=message.dtype,
-        regions=tuple(
-            Region(r.layer, sys.intern(r.component), r.address if addresses else 0, r.page_stride_bytes, r.page_bytes)
+        regions=Regions(
+            (r.layer, sys.intern(r.component), r.address if addresses else 0, r.page_stride_bytes, r.page_bytes)
             for r in message.regions
         ),
         axes=message.axes,

@@ -33,7 +33,7 @@ MAX_SELECTORS = 256
 MAX_ENGINE_RANKS = 65_536
 MAX_ROW_BYTES = 256 * 1024
 MAX_POOLS = 64
-# Of all pools that are kept to be met again: 130 bytes each, and the garbage collector looks at each of them.
+# Of all pools that are kept to be met again: 32 bytes each, and as many of their message.
 MAX_CACHED_REGIONS = 262_144
 
 _Key = TypeVar("_Key")

@@ -20,7 +20,7 @@ def test_an_array_for_each_layer_is_a_region_for_each_layer() -> None:
     layers = [np.zeros((8, 16, 2, 4), np.float16) for _ in range(3)]
     pool = Pool.from_arrays(layers, page_tokens=16, axes="token,head,dim", heads_total=4, head_count=2)
     assert (pool.name, pool.pages, pool.page_tokens, pool.dtype) == ("kv", 8, 16, "float16")
-    assert pool.regions == tuple(
+    assert tuple(pool.regions) == tuple(
         Region(number, "kv", int(layer.ctypes.data), 256, 256) for number, layer in enumerate(layers)
     )
     check_pools([pool])
@@ -30,13 +30,13 @@ def test_keys_and_values_of_one_array_are_regions_of_their_own_with_a_stride() -
     both = np.zeros((8, 2, 16, 4), np.float32)
     pool = Pool.from_arrays({(5, "k"): both[:, 0], (5, "v"): both[:, 1]}, page_tokens=16)
     start = int(both.ctypes.data)
-    assert pool.regions == (Region(5, "k", start, 512, 256), Region(5, "v", start + 256, 512, 256))
+    assert tuple(pool.regions) == (Region(5, "k", start, 512, 256), Region(5, "v", start + 256, 512, 256))
 
 
 def test_two_rows_that_are_apart_have_their_stride() -> None:
     both = np.zeros((2, 2, 16, 4), np.float32)
     pool = Pool.from_arrays({(0, "k"): both[:, 0]}, page_tokens=16)
-    assert pool.regions == (Region(0, "k", int(both.ctypes.data), 512, 256),)
+    assert tuple(pool.regions) == (Region(0, "k", int(both.ctypes.data), 512, 256),)
 
 
 class Tensor:
@@ -56,7 +56,7 @@ class Tensor:
 
 def test_a_tensor_says_where_it_is() -> None:
     pool = Pool.from_arrays([Tensor()], page_tokens=2)
-    assert (pool.dtype, pool.location, pool.regions) == ("bfloat16", "cuda:3", (Region(0, "kv", 4096, 64, 32),))
+    assert (pool.dtype, pool.location, *pool.regions) == ("bfloat16", "cuda:3", Region(0, "kv", 4096, 64, 32))
 
 
 def read_only() -> Any:
