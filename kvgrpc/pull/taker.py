@@ -23,6 +23,8 @@ Lend = Callable[[Found, Sequence[str], int, int, int, float], Lent]
 """Asks a holder for pages of a prompt in a room: (found, prompt, first, count, room, timeout). Raises KvGrpcError."""
 
 _LOOK_SECONDS = 0.2
+# Between two questions of a holder that is busy: one that says "at once" would be asked thousands of times a second.
+_LEAST_PAUSE_SECONDS = 0.01
 
 
 class Taker:
@@ -83,7 +85,7 @@ class Taker:
             results += [OK] * count
             moved = self._now() if count else moved
             if failure is not None and self._may_wait(failure, moved, end):
-                yield ForTime(failure.retry_after or 0.0)
+                yield ForTime(_pause_after(failure))
             elif count < len(slots) and (failure is not None or not count):
                 why = MISSING if failure is None else failed(failure.message)
                 results += [why] * (len(buffers) - len(results))
@@ -95,7 +97,7 @@ class Taker:
         """True if a holder that is busy may be asked again: it has lent something of late, and there is time."""
         if failure.retry_after is None:
             return False
-        again = self._now() + failure.retry_after
+        again = self._now() + _pause_after(failure)
         return again < end and again - moved < self._stall
 
     def _pull(self, batch: _Batch, buffers: Sequence[PageBuffers]) -> Waiting[tuple[int, Failure | None]]:
@@ -149,7 +151,7 @@ class Taker:
                 others_come = batch.rooms and all(each.receiver.failure is None for each in batch.rooms)
                 if not others_come or not self._may_wait(failure, batch.moved, batch.end):
                     raise
-            yield ForTime(failure.retry_after or 0.0)
+            yield ForTime(_pause_after(failure))
 
     def _receive(self, room: _Room, end: float) -> Waiting[Failure | None]:
         """Until a room has ended; why it brought nothing."""
@@ -203,6 +205,10 @@ class Taker:
         entry = Entry(room, PullDirection.TAKEN, ref, holder.address, asked, lent, page_bytes)
         self._book.begin(entry)
         return entry
+
+
+def _pause_after(failure: Failure) -> float:
+    return max(failure.retry_after or 0.0, _LEAST_PAUSE_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
