@@ -123,7 +123,7 @@ class Holders:
         knows already who has the prompt: no index is asked."""
         indexed = None if only is not None or self._index is None else await self._index.ask(hashes, timeout)
         holders = self.candidates(without, only, indexed)
-        named = {False: wire.hashes_to_pb(hashes), True: self._common_names(hashes)}
+        named = {False: wire.hashes_to_pb(hashes), True: await self._common_names(hashes)}
         seconds = min(timeout, self._config.answer_timeout)
         found = await asyncio.gather(*(self._count(each, named, seconds) for each in holders))
         best = max(found, key=lambda each: each.pages, default=None)
@@ -147,7 +147,8 @@ class Holders:
         if answer.prompt_unknown:
             request.counted_prompt = b""
             wanted = prompt[: first + count]
-            request.page_hashes.extend(self._common_names(wanted) if holder.common else wire.hashes_to_pb(wanted))
+            named = await self._common_names(wanted) if holder.common else wire.hashes_to_pb(wanted)
+            request.page_hashes.extend(named)
             answer = await self._call(holder, "LendPages", request, seconds)
         lent = wire.lent_from_pb(answer, count)
         check_lent(lent, holder, self._ref.rank)
@@ -300,8 +301,11 @@ class Holders:
             return False
         return isinstance(refused, InvalidRequest) and str(refused.metadata.get("field")).startswith("identity.")
 
-    def _common_names(self, hashes: Sequence[str]) -> list[bytes]:
-        return [] if self._common is None else wire.hashes_to_pb(self._common[0].names.common(hashes))
+    async def _common_names(self, hashes: Sequence[str]) -> list[bytes]:
+        """On a thread: prompts may have to be hashed first."""
+        if self._common is None:
+            return []
+        return wire.hashes_to_pb(await asyncio.to_thread(self._common[0].names.common, hashes))
 
     def _identity_of(self, holder: Holder) -> pb.PageIdentity:
         """The identity that its pages must have."""

@@ -88,7 +88,7 @@ class NotedNames:
             self._own.pop(name, None)
             self._common[own], self._own[name] = name, own
         while len(self._common) > self._most:
-            del self._own[self._common.pop(next(iter(self._common)))]
+            self._own.pop(self._common.pop(next(iter(self._common))), None)
 
 
 @dataclass(frozen=True, slots=True)
