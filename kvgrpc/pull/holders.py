@@ -201,10 +201,12 @@ class Holders:
 
     def _take_news(self, name: str) -> None:
         engine, before = self._mirror.engine(name), self._engines.pop(name, None)
+        old = {} if before is None else {row.endpoints.grpc: row.ref for row in before.rows}
         if engine is None:
+            self._of_other_kind.difference_update(old)
             return
         now = self._engines[name] = engine_from_pb(engine, self._pools)
-        old = {} if before is None else {row.endpoints.grpc: row.ref for row in before.rows}
+        self._of_other_kind.difference_update(old.keys() - {row.endpoints.grpc for row in now.rows})
         self._say_unlike(now)
         for row in now.rows:
             if old.get(row.endpoints.grpc) != row.ref:

@@ -194,6 +194,20 @@ def test_another_kind_is_asked_in_its_own_words_once(fleet: Fleet, monkeypatch: 
         hashes = hashes_of(prompt(2, first))
         fill(has, hashes)
         assert pulled(takes, hashes).completed == 2
+        wait_until(lambda: nothing_is_lent(has))  # else it may be busy, and asked once more
     refused, *rest = heard
     assert "kvgrpc-common" not in refused
     assert rest == ["CountPages kvgrpc-common-1", "LendPages kvgrpc-common-1"] * 3
+
+
+def test_who_was_of_another_kind_is_forgotten_when_it_is_gone(fleet: Fleet) -> None:
+    """Else each engine that ever was would be remembered by its address."""
+    has, takes = pair(fleet, ONE_PIECE, TOKENS_FIRST)
+    hashes = hashes_of(prompt(2))
+    fill(has, hashes)
+    assert pulled(takes, hashes).completed == 2
+    holders = peer_of(takes)._holders
+    assert holders._of_other_kind == {has.address}
+    has.close()
+    fleet.ranks.remove(has)
+    wait_until(lambda: not holders._of_other_kind)
