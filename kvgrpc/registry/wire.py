@@ -16,7 +16,6 @@ from kvgrpc.registry.addresses import check_advertised, check_events_endpoint
 from kvgrpc.registry.model import (
     AbsentRank,
     Endpoints,
-    EngineChange,
     EngineFilter,
     Lease,
     RankRow,
@@ -203,18 +202,10 @@ def engine_to_bytes(engine: ResolvedEngine, rows: Iterable[bytes] = ()) -> bytes
     return engine_to_pb(engine).SerializeToString() + joined(pb.Engine, "rows", rows)
 
 
-def change_to_pb(engine: ResolvedEngine, rows: Iterable[pb.RankRow], gone: Iterable[RankRef]) -> pb.EngineChange:
-    return pb.EngineChange(engine=engine_to_pb(engine, rows), gone=map(wire.rank_ref_to_pb, gone))
-
-
 def change_to_bytes(engine: bytes, gone: Iterable[RankRef] = ()) -> bytes:
     """``engine``: what ``engine_to_bytes`` gave."""
     others = pb.EngineChange(gone=map(wire.rank_ref_to_pb, gone)).SerializeToString()
     return joined(pb.EngineChange, "engine", [engine]) + others
-
-
-def change_from_pb(message: pb.EngineChange, pools: PoolCache) -> EngineChange:
-    return EngineChange(engine_from_pb(message.engine, pools), tuple(map(wire.rank_ref_from_pb, message.gone)))
 
 
 def engine_from_pb(message: pb.Engine, pools: PoolCache) -> ResolvedEngine:

@@ -19,7 +19,7 @@ from kvgrpc.registry import feed, watching, wire
 from kvgrpc.registry.model import ResolvedEngine
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
-from tests.support.mirrored import known_engines
+from tests.support.mirrored import change_message, known_engines
 from tests.support.registry_serving import TP2, Served, failure
 from tests.support.waiting import until
 from tests.unit.registry.builders import pool, ranks, row
@@ -275,13 +275,13 @@ def test_people_watch_a_line_for_each_engine_and_rank(capsys: pytest.CaptureFixt
             [
                 pb.WatchEnginesResponse(
                     state_begins=True,
-                    changes=[wire.change_to_pb(ready, rows, ())],
+                    changes=[change_message(ready, rows, ())],
                     state_complete=True,
                     warming_up=True,
                 ),
                 pb.WatchEnginesResponse(),
-                pb.WatchEnginesResponse(changes=[wire.change_to_pb(left, (), [one.ref])]),
-                pb.WatchEnginesResponse(changes=[wire.change_to_pb(gone, (), [both[0].ref])]),
+                pb.WatchEnginesResponse(changes=[change_message(left, (), [one.ref])]),
+                pb.WatchEnginesResponse(changes=[change_message(gone, (), [both[0].ref])]),
             ]
         ),
         as_json=False,

@@ -15,7 +15,7 @@ from kvgrpc.model import Layout, RankId, RankRef, Role
 from kvgrpc.registry import wire
 from kvgrpc.registry.model import EVERY_RANK, EngineChange, EngineFilter, RankRow, RankSelector
 from kvgrpc.v1 import registry_service_pb2 as pb
-from tests.support.mirrored import known_engines
+from tests.support.mirrored import change_message, known_engines
 from tests.unit.registry.builders import TTL, HandClock, registry, row
 
 ENGINES = st.sampled_from(["A", "B"])
@@ -159,7 +159,7 @@ class TheRegistry(RuleBasedStateMachine):
 
 def message_of(change: EngineChange) -> pb.WatchEnginesResponse:
     rows = [wire.row_to_pb(at, None) for at in change.engine.rows]
-    return pb.WatchEnginesResponse(changes=[wire.change_to_pb(change.engine, rows, change.gone)])
+    return pb.WatchEnginesResponse(changes=[change_message(change.engine, rows, change.gone)])
 
 
 TheRegistry.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
