@@ -11,10 +11,13 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any
+
+from kvgrpc.errors import AddressNotAllowed
+from kvgrpc.net import check_listen, joined, port_of, split
 
 # Of those that have not sent the head of their request; past it the oldest of the address that has most gives way.
 MOST_CONNECTIONS = 32
@@ -88,6 +91,31 @@ class BoundedHttpServer(ThreadingHTTPServer):
         self._ends.pop(request, None)
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
+
+
+class OpenHttpServer:
+    """A server on a thread of its own, from construction to ``close``. All methods are thread-safe.
+
+    ``make``: makes it for a host and a port. ``setting``: the name of ``listen``, for errors. Raises InvalidRequest for
+    what is no address, AddressNotAllowed for one that is taken.
+    """
+
+    def __init__(self, listen: str, setting: str, name: str, make: Callable[[str, int], BoundedHttpServer]) -> None:
+        host, port = split(check_listen(listen, setting, unix=False))
+        try:
+            self._server = make(host, port_of(port, lowest=0) or 0)
+        except OSError as error:
+            raise AddressNotAllowed(
+                f"{setting}: cannot listen on {listen}: {error.strerror or error}; port 0 takes a free one",
+                metadata={"address": listen, "configKey": setting.lstrip("-")},
+            ) from None
+        self.address = joined(host or "0.0.0.0", self._server.server_address[1])
+        serve = self._server.serve_forever
+        threading.Thread(target=serve, args=(POLL_SECONDS,), name=f"kvgrpc-{name}", daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
 
 
 class BoundedHandler(BaseHTTPRequestHandler):

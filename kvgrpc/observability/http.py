@@ -10,9 +10,7 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client.exposition import choose_encoder
 
-from kvgrpc.errors import AddressNotAllowed
-from kvgrpc.net import check_listen, joined, port_of, split
-from kvgrpc.observability.bounded_http import POLL_SECONDS, BoundedHandler, BoundedHttpServer
+from kvgrpc.observability.bounded_http import BoundedHandler, BoundedHttpServer, OpenHttpServer
 from kvgrpc.observability.metrics import REGISTRY
 
 CONNECTION_SECONDS = 10.0
@@ -22,7 +20,7 @@ MOST_SCRAPES = 8
 Checks = Callable[[], Mapping[str, bool]]
 
 
-class StatusServer:
+class StatusServer(OpenHttpServer):
     """Serves from construction to ``close``. All methods are thread-safe.
 
     ``live``: what a restart of the process would mend, by name; one that does not hold answers ``/livez`` with 503. A
@@ -32,22 +30,8 @@ class StatusServer:
     """
 
     def __init__(self, listen: str, live: Checks, ready: Checks) -> None:
-        check_listen(listen, "metrics_listen", unix=False)
-        host, port = split(listen)
-        try:
-            self._server = _Server(host, port_of(port, lowest=0) or 0, {"/livez": live, "/readyz": ready})
-        except OSError as error:
-            raise AddressNotAllowed(
-                f"metrics_listen: cannot listen on {listen}: {error.strerror or error}; port 0 takes a free one",
-                metadata={"address": listen, "configKey": "metrics_listen"},
-            ) from None
-        self.address = joined(host or "0.0.0.0", self._server.server_address[1])
-        serve = self._server.serve_forever
-        threading.Thread(target=serve, args=(POLL_SECONDS,), name="kvgrpc-status", daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        checks = {"/livez": live, "/readyz": ready}
+        super().__init__(listen, "metrics_listen", "status", lambda host, port: _Server(host, port, checks))
 
 
 class _Server(BoundedHttpServer):

@@ -88,7 +88,6 @@ AWAITED_BY_WHO_STARTS_THEM = {
 }
 # Each thread's own code survives what it is given, and shows in a health state; or it does one thing and ends.
 THREADS = {
-    "cli/view/server.py": "the page; a request that fails fails alone",
     "cli/view/looking.py": "looks at the fleet; what fails is said on the page",
     "client/following/saved_index.py": "one read or write of a file; waited for with a deadline",
     "dataplane/mooncake/plane.py": "one contact; closing the engine",
@@ -102,7 +101,7 @@ THREADS = {
     "events/live/relay.py": "the relay; its healthy",
     "events/live/router.py": "the replay; its stream's healthy",
     "events/publisher.py": "the publisher; its healthy",
-    "observability/http.py": "the status page; a request that fails fails alone",
+    "observability/bounded_http.py": "the status page, and the page of view; a request that fails fails alone",
     "observability/log_queue.py": "hands records on; a handler that raises loses its record",
     "observability/logging.py": "counts of lines left out; where one cannot be said, the next owed begins another",
     "prefetch/agreement/gloo.py": "the agreement; votes that it does not decide end by their deadline",

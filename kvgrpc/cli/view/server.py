@@ -19,9 +19,9 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from kvgrpc.cli.view.looking import Looking
-from kvgrpc.errors import AddressNotAllowed, KvGrpcError
-from kvgrpc.net import check_listen, is_loopback, joined, port_of, split
-from kvgrpc.observability.bounded_http import POLL_SECONDS, BoundedHandler, BoundedHttpServer
+from kvgrpc.errors import KvGrpcError
+from kvgrpc.net import is_loopback, split
+from kvgrpc.observability.bounded_http import BoundedHandler, BoundedHttpServer, OpenHttpServer
 
 # Who watch at a time, a thread each; one more is asked to come again.
 MOST_WATCHERS = 16
@@ -60,7 +60,7 @@ def page_files() -> dict[str, tuple[bytes, str]]:
     return {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _PAGE.items()}
 
 
-class ViewServer:
+class ViewServer(OpenHttpServer):
     """Serves from construction to ``close``: ``with ViewServer("127.0.0.1:0", looking, look_at_room) as server``.
 
     ``token``: the password that browsers ask for; empty: none. ``names``: hosts by which the page may be called beside
@@ -70,27 +70,16 @@ class ViewServer:
     def __init__(
         self, listen: str, looking: Looking, look_at_room: LookAtRoom, token: str = "", names: Collection[str] = ()
     ) -> None:
-        host, port = split(check_listen(listen, "--listen", unix=False))
-        try:
-            self._server = _PageServer(host, port_of(port, lowest=0) or 0, looking, look_at_room, token, names)
-        except OSError as error:
-            raise AddressNotAllowed(
-                f"--listen: cannot listen on {listen}: {error.strerror or error}; port 0 takes a free one",
-                metadata={"address": listen, "configKey": "listen"},
-            ) from None
-        self.address = joined(host or "0.0.0.0", self._server.server_address[1])
-        serve = self._server.serve_forever
-        threading.Thread(target=serve, args=(POLL_SECONDS,), name="kvgrpc-view", daemon=True).start()
+        def make(host: str, port: int) -> _PageServer:
+            return _PageServer(host, port, looking, look_at_room, token, names)
+
+        super().__init__(listen, "--listen", "view", make)
 
     def __enter__(self) -> ViewServer:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
 
 class _PageServer(BoundedHttpServer):
