@@ -32,6 +32,7 @@ from kvgrpc.server import RegistryServer
 from kvgrpc.v1.prefetch_service_pb2 import PromptPages
 from tests.contract.certificates import OPENSSL, Authority, Certificate, openssl
 from tests.contract.secured import DRAIN, call, listening, refusal
+from tests.support.waiting import until
 
 
 def refused(make: Callable[[], object], field: str, *words: str) -> None:
@@ -255,7 +256,11 @@ class TestCertificates:
             with pytest.raises(PeerUnreachable):
                 await client.health()
             put(authority.sign("ops.operator"))
-            with contextlib.suppress(PeerUnreachable):
-                await client.health()
-            assert await client.health() == "SERVING"
+
+            async def is_served() -> bool:
+                with contextlib.suppress(PeerUnreachable):
+                    return await client.health() == "SERVING"
+                return False
+
+            await until(is_served)
             await client.close()
