@@ -46,7 +46,7 @@ def page_hashes(tokens: Tokens, page_tokens: int, *, after: bytes = b"", bigram:
 
 
 def each_page_hash(tokens: Tokens, page_tokens: int, *, after: bytes = b"", bigram: bool = False) -> Iterator[bytes]:
-    """As ``page_hashes``, one by one, for whoever has other things to do between them."""
+    """The hashes of ``page_hashes``, one by one, for whoever has other things to do between them."""
     if page_tokens < 1:
         raise InvalidRequest.of("page_tokens", page_tokens, "at least 1")
     for page in _pages(tokens, page_tokens, bigram):

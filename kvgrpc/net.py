@@ -41,7 +41,7 @@ def split(address: str) -> tuple[str, str]:
 
 
 def split_with_port(address: str) -> tuple[str, str]:
-    """As ``split`` where a port is always there: of IPv6 without brackets (":::5557") the last group is the port."""
+    """Splits an address whose port is always there: of IPv6 without brackets (":::5557") the last group is the port."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), port
 

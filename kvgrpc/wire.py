@@ -166,7 +166,7 @@ def load_to_pb(load: EngineLoad) -> pb.EngineLoad:
 
 
 def load_from_pb(message: pb.EngineLoad) -> EngineLoad:
-    """Whatever a rank says, no number is one that cannot be calculated with."""
+    """Reads a load. Whatever a rank says, no number is one that cannot be calculated with."""
     rates = itertools.islice(message.pull_rates, MAX_PULL_RATES)
     return EngineLoad(
         prefill_tokens_per_second=_rate(message.prefill_tokens_per_second),

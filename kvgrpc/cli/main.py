@@ -89,7 +89,7 @@ def command() -> None:
 
 
 def refuse_misspelt_variables(environment: Mapping[str, str]) -> None:
-    """As a rank does: a command would ask another server than the one that was meant, or listen elsewhere."""
+    """Refuses as a rank does: a command would ask another server than the one that was meant, or listen elsewhere."""
     from kvgrpc.settings import OTHERS, PREFIX, refuse_misspelt
 
     ours = [name for name in environment if name.startswith(PREFIX) and name == name.upper()]

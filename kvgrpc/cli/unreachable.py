@@ -15,7 +15,7 @@ SETTINGS = 4
 
 
 class Listens(enum.Enum):
-    """What is at an address."""
+    """The thing that is at an address."""
 
     NOTHING = enum.auto()
     TLS = enum.auto()

@@ -100,7 +100,7 @@ class SyncIndexes:
 
     @property
     def unanswered(self) -> int:
-        """As of ``Indexes``."""
+        """Counts as ``Indexes`` does."""
         return self._indexes.unanswered
 
     def score(self, request: pb.ScoreRequest, wait_seconds: float | None = None) -> pb.ScoreResponse | None:

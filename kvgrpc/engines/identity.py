@@ -1,4 +1,4 @@
-"""What an engine runs, as every adapter says it to the other side. Pure."""
+"""The model that an engine runs, as every adapter says it to the other side. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def identity(
 
 
 def dtype_name(cache_dtype: str, model_dtype: object) -> str:
-    """As torch names it, where engines have names of their own for it: "bfloat16", "float8_e4m3fn"."""
+    """The name that torch has for it, where engines have names of their own for it: "bfloat16", "float8_e4m3fn"."""
     if cache_dtype == "auto":
         return str(model_dtype).removeprefix("torch.")
     return _DTYPES.get(cache_dtype, cache_dtype)

@@ -1,4 +1,4 @@
-"""How hand-offs ended: what is counted of them, the last that went well, and the one line that a failed one writes.
+"""The ends of hand-offs: what is counted of them, the last that went well, and the one line that a failed one writes.
 
 A room that went well is only appended, by the loop thread; the next tick, or whoever looks before it, counts all that
 ended since the last one in one go.

@@ -151,13 +151,13 @@ class PrefetchManager:
         return operation
 
     def terminate(self, operation: Operation) -> None:
-        """As ``CacheController.terminate``, at all ranks of the replica."""
+        """Terminates an operation at all ranks of the replica (``CacheController.terminate``)."""
         self.controller.terminate(operation)
         if self.leader is not None:
             self.leader.tell_terminated(operation.operation_id)
 
     def began(self, kind: OperationKind, request_id: str) -> Operation | None:
-        """What a request id began before, as long as that is remembered."""
+        """The operation that a request id began before, as long as that is remembered."""
         return self.controller.book.of_request(kind, request_id)
 
     def lookup(
@@ -171,11 +171,11 @@ class PrefetchManager:
         return device, near, near + far
 
     def purge(self, tiers: Sequence[Tier], extra_key: str | None, *, dry_run: bool, timeout: float) -> Purged:
-        """As ``Purger.purge``."""
+        """Purges as ``Purger.purge`` does."""
         return self.purger.purge(tiers, extra_key, dry_run=dry_run, timeout=timeout)
 
     def pin(self, hashes: Sequence[str], seconds: float) -> int:
-        """As ``TieredCache.pin``."""
+        """Pins as ``TieredCache.pin`` does."""
         return self.known_cache().pin(hashes, seconds)
 
     def known_cache(self) -> TieredCache:

@@ -37,7 +37,7 @@ class EngineOrders:
     # For callers, on any thread.
 
     def began(self, kind: OperationKind, request_id: str) -> Operation | None:
-        """What a request id began before, as long as that is remembered."""
+        """The operation that a request id began before, as long as that is remembered."""
         return self.book.of_request(kind, request_id)
 
     def start(self, order: Order) -> Operation:
@@ -112,7 +112,7 @@ class EngineOrders:
         return Stop.DEADLINE if stop is Stop.NONE and time.monotonic() >= operation.deadline else stop
 
     def tell(self, operation: Operation, **news: int | OperationState) -> None:
-        """What is new of one: ``state`` and counts, by the names of their fields. Watchers hear of it if it is."""
+        """Notes news of one: ``state`` and counts, by the names of their fields. Watchers hear of what is new."""
         with self.book.lock:
             changed = {name: value for name, value in news.items() if getattr(operation, name) != value}
             for name, value in changed.items():

@@ -114,7 +114,7 @@ class Purger:
                 self._told(untold)
 
     def _delete_first(self, names: list[str], extra_key: str, timeout: float) -> tuple[int, list[str]]:
-        """As many as the time is enough for: how many were there, and those that were not come to."""
+        """Deletes as many as the time is enough for; how many were there, and those that were not come to."""
         end, gone, done = time.monotonic() + timeout, 0, 0
         with contextlib.suppress(StorageDown):  # what clears the rest says so, too
             while done < len(names) and (left := end - time.monotonic()) > 0:

@@ -56,7 +56,7 @@ class ServedCache(Protocol):
         """Begins it, or answers with what the same request id began."""
 
     def began(self, kind: OperationKind, request_id: str) -> Operation | None:
-        """What a request id began before, as long as that is remembered."""
+        """The operation that a request id began before, as long as that is remembered."""
 
     def terminate(self, operation: Operation) -> None:
         """Cuts it short; it ends when nothing moves its pages any more."""

@@ -343,7 +343,7 @@ class OperationShares:
         self._stop_listening = book.listen(self._changed)
 
     def begin(self, pages: int, start: Callable[[], Operation]) -> Operation:
-        """What ``start`` begins, as the operation of the caller. Raises TooManyRequests, and what ``start`` raises."""
+        """Begins what ``start`` does, as the caller's operation. Raises TooManyRequests, and what ``start`` raises."""
         self._loop = asyncio.get_running_loop()
         self._pages.check(pages)
         taken = self._operations.take(), self._pages.take(pages)

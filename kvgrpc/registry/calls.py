@@ -1,4 +1,4 @@
-"""What the clients of a registry share: errors as domain exceptions, and when a call is repeated."""
+"""The ground of a registry's clients: errors as domain exceptions, and when a call is repeated."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _AXES = ("dp", "pp", "cp", "tp")
 
 
 class SharedShape:
-    """What all rows of an engine share: role, layout, model, and the shapes of the pools that they have in common."""
+    """The shape that all rows of an engine share: role, layout, model, and the pools that they have in common."""
 
     def __init__(self, role: Role, layout: Layout, model: ModelIdentity) -> None:
         self.role = role

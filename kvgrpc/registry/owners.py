@@ -1,4 +1,4 @@
-"""Who registered the rows and engines of a table: each caller, and each of its hosts, leaves as many to others."""
+"""The owners of a table's rows and engines: each caller, and each of its hosts, leaves as many to others."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def add_registry_to_server(servicer: RegistryServicer, server: grpc.aio.Server) -> None:
-    """As the generated function does it, but answers with rows are encoded already: those of WatchEngines once for all
-    who read it, the others piece by piece."""
+    """Adds the service as the generated function does, but answers with rows are encoded already: those of
+    WatchEngines once for all who read it, the others piece by piece."""
     encoded: dict[str, Any] = {
         "GetEngine": _unary(servicer.get_encoded, pb.GetEngineRequest),
         "ListEngines": _unary(servicer.list_encoded, pb.ListEnginesRequest),

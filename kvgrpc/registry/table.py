@@ -82,8 +82,8 @@ class EngineTable:
     def select(
         self, engine: str, role: Role | None, selectors: Sequence[RankSelector] = ()
     ) -> tuple[ResolvedEngine, Iterator[RankRow | None]] | None:
-        """As ``find``, with the rows that any of the selectors fits, ordered by coordinates, and None for each that it
-        passed over: of an engine of thousands that takes long."""
+        """Finds as ``find`` does, with the rows that any of the selectors fits, ordered by coordinates, and None for
+        each that it passed over: of an engine of thousands that takes long."""
         found = self._find(engine, role)
         return None if found is None else (found.view(), found.matching(selectors))
 

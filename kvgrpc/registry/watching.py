@@ -1,4 +1,4 @@
-"""Who follows engines: readers of WatchEngines, each at its own speed, none of them able to hold another or to grow."""
+"""Followers of engines: readers of WatchEngines, each at its own speed, none able to hold another or to grow."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class LoopThread:
             raise
 
     def task(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """As ``spawn``, for what runs on the loop already: a supervised task."""
+        """Returns a supervised task; ``spawn`` for what runs on the loop already."""
         task = self._loop.create_task(coroutine, name=name)
         # The loop itself keeps only weak references to its tasks.
         self._tasks.add(task)

@@ -33,7 +33,7 @@ class Server(grpc.aio.Server):
 
 
 def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor], options: Options) -> Server:
-    """As ``grpc.aio.server``; methods count only where they are registered, as generated code does it."""
+    """Makes what ``grpc.aio.server`` does; methods count only where they are registered, as generated code does it."""
     server: Any = grpc.aio.server(interceptors=interceptors, options=options)
     server.__class__ = type("Server", (Server, type(server)), {})
     server.paths = set()

@@ -1,4 +1,4 @@
-"""How ranks end: one end for all steps of a close, and a close for those that are open when the process ends."""
+"""The end of ranks: one end for all steps of a close, and a close for those that are open when the process ends."""
 
 from __future__ import annotations
 

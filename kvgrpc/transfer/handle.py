@@ -93,7 +93,7 @@ class TransferHandle(ABC):
         return self.poll()
 
     async def wait_async(self, timeout: float, until: KVPoll = KVPoll.Success) -> KVPoll:
-        """As ``wait``, on the engine's own asyncio loop."""
+        """Waits as ``wait`` does, on the engine's own asyncio loop."""
         check_seconds("timeout", max(timeout, 0.0), math.inf)
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         end = loop.time() + timeout

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, "ok", "missing" or "note", and what to know or to do."""
+    """A thing that was looked at, "ok", "missing" or "note", and what to know or to do."""
 
     what: str
     state: str

@@ -70,7 +70,7 @@ def stream_row(stream: event_service_pb2.EventStream) -> Sequence[object]:
 
 
 def live_endpoint(stream: event_service_pb2.EventStream) -> str:
-    """Where live events are found: the endpoint that is bound, or that they are sent to."""
+    """The address of live events: the endpoint that is bound, or that they are sent to."""
     if not stream.connects_to:
         return stream.pub_endpoint
     unheard = stream.HasField("listened_at") and not stream.listened_at

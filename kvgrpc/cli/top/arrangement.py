@@ -28,7 +28,7 @@ class Arrangement:
 
 
 def pressed(order: Arrangement, key: str, columns: int) -> Arrangement:
-    """What a key makes of it; one that means nothing changes nothing."""
+    """The arrangement after a key; one that means nothing changes nothing."""
     if order.room_opened:
         return replace(order, room_opened=False) if key == ESCAPE else order
     if order.opened:

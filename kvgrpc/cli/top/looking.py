@@ -112,7 +112,7 @@ async def _hand_offs(
 
 
 def _lease(info: server_service_pb2.GetServerInfoResponse) -> str | None:
-    """Whether the registry keeps its row; None: it registers nowhere."""
+    """True if the registry keeps its row; None: it registers nowhere."""
     from kvgrpc.v1 import server_service_pb2 as pb
 
     if not info.HasField("registration"):

@@ -236,7 +236,7 @@ class PrefixIndex:
     def plan_in_steps(
         self, questions: Sequence[PlanQuestion], wanted: Wanted = EVERY_CACHE, *, reserve: bool = False
     ) -> Generator[list[Placement] | None, None, None]:
-        """As ``plan``, one request after the other; None wherever others may go on before the next is ready.
+        """Plans one request after the other; None wherever others may go on before the next is ready.
 
         Close it where it is not gone through: what it reserved is taken back then."""
         return self._planner.in_steps(questions, time.monotonic(), wanted=wanted, reserve=reserve)

@@ -1,4 +1,4 @@
-"""What Mooncake reads from the environment, and with which of these variables this data plane refuses to start.
+"""The variables that Mooncake reads from the environment, and those with which this data plane refuses to start.
 
 Mooncake reads its variables while it is imported and while an engine is made. Most only tune it; some change what
 "done" means, outlast our own deadlines, or end the process.

@@ -110,7 +110,7 @@ def _warn_of_ports(rpc_port: int, data_ports: frozenset[int] | set[int]) -> None
 
 
 def _session_host(host: str) -> str:
-    """As Mooncake writes it: IPv6 in brackets. Raises ValueError for what no peer can reach."""
+    """The host as Mooncake writes it: IPv6 in brackets. Raises ValueError for what no peer can reach."""
     try:
         address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:

@@ -42,7 +42,7 @@ class MooncakeEngine(Protocol):
 
 
 class Limits(NamedTuple):
-    """What may be in flight to one peer: how many writes at first and at most, and how many bytes at most.
+    """The writes that may be in flight to one peer: how many writes at first and at most, and how many bytes at most.
 
     It begins with more writes while these have at most ``first_bytes`` together. ``FEWEST`` writes are always allowed,
     however large they are.

@@ -1,4 +1,4 @@
-"""Which process, on which host: lets a peer on the same host be told from one elsewhere, and from a recycled pid."""
+"""Names a process and its host: lets a peer on the same host be told from one elsewhere, and from a recycled pid."""
 
 from __future__ import annotations
 

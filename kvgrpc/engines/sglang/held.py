@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Receiver(Protocol):
-    """What is asked of a receiver."""
+    """The part of a receiver that is asked here."""
 
     @property
     def release_safe(self) -> bool:

@@ -86,8 +86,8 @@ class KvGrpcStorage(HiCacheStorage):
         return StoredPages(self._backend, self._keys, pool.size_per_token * pool.page_size)
 
     def pulls(self, model: str = "") -> tuple[LentPages, PeersBackend] | None:
-        """What a CachePeer lends and asks by; None where pulls are off. ``model``: as engines of another kind call
-        it."""
+        """The pages that a CachePeer lends and the backend that it asks by; None where pulls are off. ``model``: as
+        engines of another kind call it."""
         if self._exported is None or self._keys is None or not isinstance(self._backend, PeersBackend):
             return None
         identity, page_bytes = self._keys.identity, self._exported.page_bytes

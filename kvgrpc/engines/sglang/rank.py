@@ -21,7 +21,7 @@ SLIDING_WINDOW = "swa"
 
 @dataclass(frozen=True, slots=True)
 class SchedulerProcess:
-    """Where a scheduler process stands: sizes and ranks of its engine, and how it is reached.
+    """The place of a scheduler process: sizes and ranks of its engine, and how it is reached.
 
     ``host`` is what SGLang's HTTP server binds; ``local_ip`` is what others dial when that is a wildcard.
     ``bootstrap`` is "host:port" of the engine's own registry, ``device`` of its tensors ("cpu", "cuda").

@@ -1,4 +1,4 @@
-"""What the scheduler tells its workers of hand-offs, once a step. Plain values: vLLM pickles them."""
+"""The scheduler's words to its workers about hand-offs, once a step. Plain values: vLLM pickles them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 class WorkerProcess:
-    """Where a worker stands: role, rank and addresses, from vLLM's configuration and ours over it. ``stage``: of the
+    """The place of a worker: role, rank and addresses, from vLLM's configuration and ours over it. ``stage``: of the
     pipeline; one of several has some of the model's layers.
 
     ``role``: which of the two ranks of a worker with kv_role kv_both; else what the kv_role says.

@@ -48,7 +48,7 @@ class Reached(enum.IntEnum):
 
 
 def reach_of(medium: str) -> Reached:
-    """Where an engine's name for a medium (in capitals) lies."""
+    """The reach of an engine's name for a medium (in capitals)."""
     if medium == "GPU":
         return Reached.DEVICE
     if medium in ("CPU", "CPU_PINNED"):

@@ -93,7 +93,7 @@ class Planner:
     def in_steps(
         self, questions: Sequence[PlanQuestion], now: float, *, wanted: Wanted, reserve: bool = False
     ) -> Generator[list[Placement] | None, None, None]:
-        """As ``plan``, one request after the other; None wherever others may go on before the next is ready.
+        """Plans one request after the other; None wherever others may go on before the next is ready.
 
         Close it where it is not gone through: what it reserved is taken back then, as where it raises."""
         self._forget(now)

@@ -49,7 +49,7 @@ def each_sglang_hash(
     lora_id: str | None = None,
     dynamo: bool = False,
 ) -> Iterator[int]:
-    """As ``sglang_hashes``, one by one."""
+    """The hashes of ``sglang_hashes``, one by one."""
     # Only whole pages are cached; a pair needs one more token.
     pages = (len(tokens) - bigram) // page_tokens if len(tokens) and page_tokens > 0 else 0
     whole = tokens[: pages * page_tokens + bigram] if pages > 0 else []

@@ -120,7 +120,7 @@ class EventStream:
         return lambda: self._forget(listener)
 
     def listen_for_end(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """As ``listen``, but calls it only when nothing follows any more."""
+        """Adds a listener that is called once nothing follows any more."""
         with self._listeners_lock:
             self._end_listeners = (*self._end_listeners, listener)
         return lambda: self._forget(listener)

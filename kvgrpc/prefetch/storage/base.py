@@ -157,7 +157,7 @@ class FindsByPrompt(Protocol):
 def source_behind(
     storage: StorageBackend, hashes: Sequence[str], first: int, only: Collection[str] | None = None
 ) -> PageSource:
-    """Where pages of a prompt are read and counted that come behind its ``first`` leading ones."""
+    """The source of pages of a prompt that come behind its ``first`` leading ones."""
     return storage.behind(hashes, first, only) if isinstance(storage, FindsByPrompt) else storage
 
 

@@ -36,13 +36,13 @@ _HITS = {WritePolicy.WRITE_THROUGH: 1, WritePolicy.WRITE_THROUGH_SELECTIVE: 2}
 
 
 class StorageWriter(Protocol):
-    """What a cache asks of a controller."""
+    """The part of a controller that a cache asks."""
 
     @property
     def storage(self) -> object | None: ...
 
     def write_storage(self, hashes: Sequence[str], pages: Pages, *, tenant: str, extra_key: str) -> object:
-        """As ``CacheController``."""
+        """Writes as ``CacheController.write_storage`` does."""
 
 
 class TieredCache:
@@ -76,7 +76,7 @@ class TieredCache:
         self._counts = {name: 0 for name in ("device_hits", "host_hits", "misses", "evicted_device", "evicted_host")}
 
     def attach(self, writer: StorageWriter) -> None:
-        """Who writes to storage what reaches the host: the controller whose keeper this is."""
+        """Takes the controller whose keeper this is: it writes to storage what reaches the host."""
         self._writer = writer
 
     # For the engine's scheduler.
@@ -252,7 +252,7 @@ class TieredCache:
         return each_node(self._tree.root, self._lock, of)
 
     def use(self) -> list[TierUse]:
-        """How full device and host are."""
+        """The use of device and host."""
         page_bytes = self.host.shape.page_bytes
         tables = [(Tier.HOST, self.host.table)]
         if self.copies is not None:

@@ -74,7 +74,7 @@ class CompletionQueue:
         return len(self._waiting)
 
     def take(self) -> list[Landed]:
-        """What landed since the call before, oldest first. The pages belong to the caller, who frees them one day."""
+        """Prefetches that landed since the call before, oldest first. The pages are the caller's, who frees them."""
         with self._lock:
             taken, self._waiting = list(self._waiting.values()), OrderedDict()
         return taken

@@ -1,4 +1,4 @@
-"""What a registry needs of the place where its rows are: asynchronous, because that may be another process."""
+"""The place of a registry's rows: asynchronous, because that may be another process."""
 
 from __future__ import annotations
 

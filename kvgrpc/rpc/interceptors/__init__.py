@@ -1,4 +1,4 @@
-"""What happens around every call of a server, in one fixed order:
+"""The layers around every call of a server, in one fixed order:
 
 telemetry > errors > auth > admission > deadline > the servicer
 

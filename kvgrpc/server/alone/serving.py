@@ -21,7 +21,7 @@ _START_SECONDS = 10.0
 
 
 class OpenClose(Protocol):
-    """What opens and closes by itself: RegistryServer, IndexServer, EventRelay."""
+    """A server that opens and closes by itself: RegistryServer, IndexServer, EventRelay."""
 
     def open(self) -> object: ...
 

@@ -18,7 +18,7 @@ _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class UnknownService(KvGrpcError):
-    """What the health protocol asks for: a bare NOT_FOUND."""
+    """The answer that the health protocol asks for: a bare NOT_FOUND."""
 
     code = "NOT_FOUND"
 

@@ -29,7 +29,7 @@ _CERTIFICATE_SECONDS = 1.0
 
 
 class Drainable(Protocol):
-    """What Drain drains. Called on the event loop, again only after the call before has ended."""
+    """The thing that Drain drains. Called on the event loop, again only after the call before has ended."""
 
     async def drain(self, grace: float) -> tuple[bool, int]:
         """Ends within about ``grace`` seconds. Returns whether nothing is left, and how many rooms are still open."""

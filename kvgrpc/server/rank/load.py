@@ -19,7 +19,7 @@ class RankLoad:
         self._pulls: Callable[[EngineLoad], EngineLoad] | None = None
 
     def say(self, *, prefill_tokens_per_second: float | None = None, waiting_tokens: int | None = None) -> None:
-        """What the engine knows of itself; None: as before. Raises InvalidRequest for what is below 0 or no number."""
+        """Takes what the engine knows of itself; None: as before. Raises InvalidRequest for none, or one below 0."""
         said = self._said or EngineLoad()
         if prefill_tokens_per_second is not None:
             if not 0 <= prefill_tokens_per_second < math.inf:

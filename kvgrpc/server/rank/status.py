@@ -30,7 +30,7 @@ class RankStatus:
         self._server: StatusServer | None = None
 
     def open(self, live: Checks, ready: Checks) -> None:
-        """As ``StatusServer``."""
+        """Opens the port, with checks as of ``StatusServer``."""
         if self._listen:
             self._server = StatusServer(self._listen, live, ready)
         watch_rank(self._read)

@@ -87,7 +87,7 @@ class Geometry:
         return self.plans([(source, destination)])[0]
 
     def plans(self, chunks: Sequence[tuple[U32Array, U32Array]]) -> list[Plan]:
-        """As ``plan``, for several chunks of one page or more in one pass; no run goes on from one into the next."""
+        """Plans several chunks of one page or more in one pass; no run goes on from one into the next."""
         if len(chunks) == 1:
             source, destination = chunks[0]
             if len(source) == 1:
@@ -131,7 +131,7 @@ def geometry(source: Sequence[Pool], destination: Sequence[Pool]) -> Geometry:
 def page_runs(
     source: U32Array, destination: U32Array, cuts: npt.NDArray[np.intp]
 ) -> tuple[npt.NDArray[np.intp], U64Array]:
-    """Where each run begins that goes up by one on both sides, and how many pages it has; one begins at each cut."""
+    """The begin of each run that goes up by one on both sides, and its number of pages; one begins at each cut."""
     breaks = (source[1:] != source[:-1] + np.uint32(1)) | (destination[1:] != destination[:-1] + np.uint32(1))
     breaks[cuts - 1] = True
     first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
@@ -182,7 +182,7 @@ def check_destination(destination: Destination, pool_pages: int, pool: str, fiel
 
 
 def check_inside(destination: Destination, pool_pages: int, pool: str) -> None:
-    """As ``check_pages``; runs are looked at as runs."""
+    """Checks as ``check_pages`` does; runs are looked at as runs."""
     outside = destination.outside(pool_pages)
     if outside is not None:
         position, page = outside

@@ -46,7 +46,7 @@ def pages_of_pools(copied: CopiedPages) -> tuple[U32Array, tuple[U32Array, ...] 
 
 
 def destination_of(copied: CopiedPages, first_page: int) -> Destination:
-    """As ``pages_of_pools``, where decode wants them."""
+    """The destination of each pool's pages, as decode wants them."""
     first, others = pages_of_pools(copied)
     return Destination(first, first_page, None if others is None else tuple(map(Destination, others)))
 

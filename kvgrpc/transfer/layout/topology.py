@@ -25,7 +25,7 @@ Coordinates = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a rank must match the other side: ``pools`` with or without addresses, and the bytes of each aux item."""
+    """A shape that must match the other side's: ``pools``, addresses or not, and the bytes of each aux item."""
 
     rank: RankId
     layout: Layout

@@ -139,7 +139,7 @@ def _in_use(key: RoomKey, pool: str, page: int, position: int, owner: RoomKey, h
 
 
 def for_peers(failure: Failure | None) -> Failure | None:
-    """As other ranks are told of it: no rank is told the rooms of others (rule 10, ownership)."""
+    """The failure as other ranks are told of it: no rank is told the rooms of others (rule 10, ownership)."""
     if failure is None or failure.reason is not Reason.PAGES_IN_USE:
         return failure
     owner, another = failure.metadata.get("owner", ""), "another room"

@@ -204,6 +204,6 @@ class DecodeRuntime(Runtime, Protocol):
     def open(self, handle: EngineHandle, request: RoomRequest) -> None: ...
 
     def write(self, handle: EngineHandle, pages: CopiedPages, first_page: int, aux_index: int | None) -> None:
-        """Where the room goes. The runtime checks it, and fails the room for what cannot be."""
+        """Says where the room goes. The runtime checks it, and fails the room for what cannot be."""
 
     def fail(self, handle: EngineHandle, failure: Failure) -> None: ...

@@ -31,7 +31,7 @@ class DeadPeers:
         return self._told.pop(pair, None)
 
     def forget(self, is_known: Callable[[DecodePair], bool]) -> None:
-        """What was found of pairs that are known no more."""
+        """Forgets what was found of pairs that are known no more."""
         self._told = {pair: names for pair, names in self._told.items() if is_known(pair)}
 
     async def _look(self) -> None:

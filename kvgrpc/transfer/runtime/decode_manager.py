@@ -99,7 +99,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         return self._routes.stands(request)
 
     def open(self, handle: EngineHandle, request: RoomRequest) -> None:
-        """Where its sessions stand, as its handle says, the pages that come next tell prefill of it, or a tick does."""
+        """Opens a room. Where its sessions stand (its handle says so), its pages tell prefill of it, or a tick does."""
         post = self.post_later if handle.poll is POLL_WAITING_FOR_INPUT else self.post
         post(DecodeManager._take_room, handle, request)
 

@@ -1,4 +1,4 @@
-"""What the task that writes a session waits for. It holds no messages: the core is asked when there is room to send."""
+"""Wakes the task that writes a session. It holds no messages: the core is asked when there is room to send."""
 
 from __future__ import annotations
 

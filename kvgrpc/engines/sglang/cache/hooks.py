@@ -60,7 +60,7 @@ def register_orders(listen: str, registry: Any, kinds: Any) -> None:
 
 
 class Desk:
-    """What one scheduler has of it: the orders that it does, and at the leading rank of a replica those that wait.
+    """One scheduler's part: the orders that it does, and at the leading rank of a replica those that wait.
 
     Everything but ``count`` is for the scheduler's thread, and absorbs its own errors.
     """

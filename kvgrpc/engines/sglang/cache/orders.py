@@ -1,4 +1,4 @@
-"""What SGLang's schedulers are asked to do with their prefix tree, and the queue where it waits. Pure but for a lock.
+"""Orders to SGLang's schedulers about their prefix tree, and the queue where it waits. Pure but for a lock.
 
 The tree belongs to the scheduler's thread, and every rank of a replica must change its own in the same step: orders are
 taken there as requests are, and travel with them to the other ranks, so they are plain values that pickle.
@@ -27,7 +27,7 @@ _RETRY_SECONDS = 0.5
 
 
 class OrderKind(enum.Enum):
-    """What an order asks for. CUT, UNPIN name the order that they end; the others have tokens."""
+    """The kind of an order. CUT, UNPIN name the order that they end; the others have tokens."""
 
     LOOK = "look"
     PREFETCH = "prefetch"
@@ -57,7 +57,7 @@ class CacheOrder:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a rank says of an order. Counts are tokens of the prompt, from its first on.
+    """A rank's words about an order. Counts are tokens of the prompt, from its first on.
 
     ``device``; ``near`` on device or host; ``hit`` behind those in storage; ``done`` in place, or in storage for a
     backup. ``state``: None where the order is no operation. ``error``: why it did not work at all.

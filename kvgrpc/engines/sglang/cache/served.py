@@ -228,7 +228,7 @@ class SglangCache:
         return found
 
     def told(self, told: Told) -> None:
-        """What became of an order."""
+        """The answer about an order."""
         future = self._asked.pop(told.number, None)
         if future is not None and not future.done():
             future.set_result(told)

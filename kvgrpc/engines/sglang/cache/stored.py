@@ -1,4 +1,4 @@
-"""What PrefetchService asks of SGLang's third tier beside SGLang's own threads."""
+"""Answers PrefetchService about SGLang's third tier beside SGLang's own threads."""
 
 from __future__ import annotations
 

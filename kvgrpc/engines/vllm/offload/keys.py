@@ -1,4 +1,4 @@
-"""How vLLM names the chunks of a prompt, for callers who have its tokens."""
+"""The names that vLLM gives the chunks of a prompt, for callers who have its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of the chunks that orders brought: used by a request, or gone from the host before one came."""
+"""The end of the chunks that orders brought: used by a request, or gone from the host before one came."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ class Usage:
             self._drop(name)
 
     def replace(self, found: Mapping[str, tuple[int, float]], began: float) -> None:
-        """What a scan found: name -> (bytes, modification time). What we used since it ``began`` counts beside it."""
+        """Takes a scan's pages: name -> (bytes, modification time). Those used since it ``began`` count beside them."""
         with self._lock:
             known = self._pages
             self._pages, self._nbytes = OrderedDict(), 0

@@ -1,4 +1,4 @@
-"""Which page lies in which slot of the file, and which slot the next one gets. Pure; not of any thread."""
+"""The slots of the file: which page lies in which, and which the next one gets. Pure; not of any thread."""
 
 from __future__ import annotations
 

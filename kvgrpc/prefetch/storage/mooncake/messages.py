@@ -1,4 +1,4 @@
-"""What the engine's process and the one that talks to the Store say to each other: msgpack behind its length."""
+"""The messages between the engine's process and the one that talks to the Store: msgpack behind its length."""
 
 from __future__ import annotations
 

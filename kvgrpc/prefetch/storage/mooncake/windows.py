@@ -1,4 +1,4 @@
-"""Which memory of ours the Store's process sees too, and as what."""
+"""The memory of ours that the Store's process sees too, and as what."""
 
 from __future__ import annotations
 

@@ -155,13 +155,13 @@ class NixlMover:
         self._plain = Vectored()
 
     def read(self, descriptor: int, pieces: Sequence[memoryview]) -> int:
-        """As Mover says."""
+        """Moves as Mover says."""
         if self._moved("READ", descriptor, pieces):
             return sum(map(len, pieces))
         return self._plain.read(descriptor, pieces)
 
     def write(self, descriptor: int, pieces: Sequence[memoryview]) -> None:
-        """As Mover says."""
+        """Moves as Mover says."""
         if not self._moved("WRITE", descriptor, pieces):
             self._plain.write(descriptor, pieces)
 

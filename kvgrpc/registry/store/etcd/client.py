@@ -46,7 +46,7 @@ class EtcdClient:
 
     @property
     def channel(self) -> grpc.aio.Channel:
-        """What the next call is made on."""
+        """The channel that the next call is made on."""
         if self._channel is None:
             self._channel = open_channel(self.address, self._security, own_connection=True)
         return self._channel

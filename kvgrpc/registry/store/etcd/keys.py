@@ -1,4 +1,4 @@
-"""What stands where in etcd, and how it reads. Pure.
+"""Keys and values in etcd, and how they read. Pure.
 
 ``r/ENGINE/DP/PP/CP/TP``  a row, on the lease of the request that brought it
 ``f/ENGINE/DP/PP/CP/TP``  the largest epoch of that rank: an older incarnation stays fenced when the row is gone

@@ -27,7 +27,7 @@ NO_FENCE = Fence(0, 0)
 
 
 class Known(Protocol):
-    """What a transaction is decided on: a view of etcd, and up to which revision it is true."""
+    """The ground that a transaction is decided on: a view of etcd, and up to which revision it is true."""
 
     table: EngineTable
     fences: dict[RankId, Fence]

@@ -221,7 +221,7 @@ def _memory(address: int, shape: tuple[int, ...], strides: tuple[int, ...] | Non
 
 
 class PeerSlots:
-    """How one peer's slices lie, and the slots that are its own."""
+    """The slices of one peer, and the slots that are its own."""
 
     __slots__ = ("_lost", "_lost_here", "closed", "free", "in_use", "slices")
 
@@ -238,7 +238,7 @@ class PeerSlots:
 
     @property
     def lacks(self) -> int:
-        """How many slots its share has less than it may have."""
+        """The number of slots that its share may still get."""
         return SLOTS - len(self.free) - self.in_use - self._lost_here
 
     def take(self) -> int:
