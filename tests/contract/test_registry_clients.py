@@ -341,7 +341,7 @@ class TestResolver:
         assert (await patient).ready
 
     async def test_a_later_caller_gets_its_time_too(self, served: Served, resolver: Resolver) -> None:
-        hasty = asyncio.ensure_future(resolver.resolve(served.address, "P", Role.PREFILL, timeout=0.5))
+        hasty = asyncio.ensure_future(resolver.resolve(served.address, "P", Role.PREFILL, timeout=1.5))
         await until(lambda: served.servicer._waiters.count == 1)
         patient = asyncio.ensure_future(resolver.resolve(served.address, "P", Role.PREFILL, timeout=10))
         with pytest.raises(EngineNotFound):
