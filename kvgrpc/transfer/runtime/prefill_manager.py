@@ -8,21 +8,18 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
-from kvgrpc.dataplane.base import MAX_ADDRESS_BYTES, DataPlane, Outcome
+from kvgrpc.dataplane.base import DataPlane, Outcome
 from kvgrpc.errors import (
     Failure,
     InvalidRequest,
     KvGrpcError,
     ParallelLayoutMismatch,
     ServerDraining,
-    WrongRank,
 )
-from kvgrpc.model import MAX_REGIONS, RankRef, Role, check_pools, check_rank
-from kvgrpc.rpc.callers import check_speaker
+from kvgrpc.model import RankRef, Role
 from kvgrpc.rpc.waiters import Waiters
 from kvgrpc.rpc.within import within
 from kvgrpc.transfer import wire
-from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.layout.plan import check_each_pool, check_pages
 from kvgrpc.transfer.layout.pools import pages_of_pools
 from kvgrpc.transfer.protocol.page_check import ReadPages
@@ -31,6 +28,7 @@ from kvgrpc.transfer.protocol.prefill.core import PrefillCore, PrefillPair, Pref
 from kvgrpc.transfer.protocol.prefill.room import Submission
 from kvgrpc.transfer.protocol.types import Align, RoomKey, RoomState
 from kvgrpc.transfer.runtime.boundary import EngineHandle, Reader, SentPages
+from kvgrpc.transfer.runtime.hello import read_hello
 from kvgrpc.transfer.runtime.manager import (
     FRAMES_RECEIVED,
     FRAMES_SENT,
@@ -40,29 +38,20 @@ from kvgrpc.transfer.runtime.manager import (
     TransferConfig,
     TransferManager,
 )
-from kvgrpc.transfer.runtime.session_writer import SessionWriter
+from kvgrpc.transfer.runtime.session_writer import PrefillSession
 from kvgrpc.transfer.runtime.writing.worker import Outcomes, PeerMemory, TransferWorker
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.wire import (
     failure_to_pb,
-    layout_from_pb,
-    model_from_pb,
-    pool_from_pb,
     pool_to_pb,
-    rank_ref_from_pb,
     rank_ref_to_pb,
 )
 
 logger = logging.getLogger(__name__)
 _GOODBYE_WITHIN_SECONDS = 1.0
-# A stream that is to end gets so long for what is being written and its goodbye; a peer may read nothing.
-_END_WITHIN_SECONDS = 2.0
 _LONGEST_TURN_TICKS = 50
 MAX_SOUGHT_ROOMS = 65_536
-MOST_POOLS, MOST_AUX_BUFFERS = 64, 256
-# Of one replica, that name a room to one prefill rank: each has a record of every such room.
-MOST_DECODE_RANKS = 256
 
 
 class PrefillManager(TransferManager[PrefillRoom]):
@@ -85,7 +74,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         self._turns, self._ticks_in_turn = 0, 0
         # Of a pair with an open room, and of one without.
         self._heartbeats = config.timing.heartbeat, config.timing.quiet_heartbeat
-        self._sessions: dict[PrefillPair, _Session] = {}
+        self._sessions: dict[PrefillPair, PrefillSession] = {}
         self._sought = Waiters[RoomKey](
             MAX_SOUGHT_ROOMS, "rooms sought", draining=f"{self.ref} drains: a room without a sender gets none here"
         )
@@ -294,7 +283,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
 
     async def _greet(
         self, read: Reader, write: Callable[[pb.SessionResponse], Awaitable[None]], caller: str
-    ) -> _Session | None:
+    ) -> PrefillSession | None:
         failure: Failure | None = None
         first: pb.SessionRequest | None = None
         try:
@@ -315,61 +304,28 @@ class PrefillManager(TransferManager[PrefillRoom]):
         await _say(write, _goodbye(failure))
         return None
 
-    def _open(self, first: pb.SessionRequest, write: Callable[[pb.SessionResponse], Awaitable[None]]) -> _Session:
+    def _open(self, first: pb.SessionRequest, write: Callable[[pb.SessionResponse], Awaitable[None]]) -> PrefillSession:
         if self.closed:
             raise ServerDraining(f"{self.ref} is closing; use another prefill")
-        if not first.HasField("hello"):
-            raise InvalidRequest.of("hello", "absent", "in the first message")
-        wire.check_frame(first, self.config.max_frame_bytes)
-        hello = first.hello
-        self._check_sizes(hello)
-        ref, layout = rank_ref_from_pb(hello.opener), layout_from_pb(hello.layout)
-        check_rank(ref, layout, "hello.opener")
-        check_speaker(ref, self.config.opener_role, "hello.opener")
-        places = topology.decode_ranks_of(self.config.layout, layout)
-        if places > MOST_DECODE_RANKS:
-            raise InvalidRequest.of(
-                "hello.layout", layout, f"at most {MOST_DECODE_RANKS} ranks that one of ours writes to"
-            )
-        pools = tuple(pool_from_pb(pool, f"hello.pools[{index}]") for index, pool in enumerate(hello.pools))
-        check_pools(pools, "hello.pools")
-        to = rank_ref_from_pb(hello.to)
-        if to.rank != self.ref.rank:
-            raise WrongRank(
-                f"{to.rank} was meant, {self.ref.rank} is here",
-                metadata={"expected": to.rank, "actual": self.ref.rank},
-            )
-        session = _Session(ref, write, [(pool.name, pool.pages) for pool in pools])
-        session.max_frame_bytes = min(self.config.max_frame_bytes, hello.max_frame_bytes or 2**63)
-        part = topology.NOTHING
-        if to == self.ref:
-            aux, model = tuple(hello.aux_item_bytes), model_from_pb(hello.model)
-            part = self._part(topology.Shape(ref.rank, layout, pools, aux, hello.data_plane, model), hello)
-        known = self.core.pairs.get(ref)
-        if known is not None and isinstance(known.peer, PeerMemory) and known.peer.pools != pools:
+        hello = read_hello(first, self.config, self.shape, self.aux.row_bytes)
+        known = self.core.pairs.get(hello.ref)
+        if known is not None and isinstance(known.peer, PeerMemory) and known.peer.pools != hello.pools:
             raise InvalidRequest.of("hello.pools", "others", "those that this incarnation said before")
-        place = topology.place_of(ref.rank, self.config.layout, layout)
-        if known is not None and (known.places, known.place) != (places, place):
-            raise InvalidRequest.of("hello.layout", layout, "the one that this incarnation said before")
-        session.verify = self.config.verify and hello.verify
-        memory = PeerMemory(pools, hello.data_plane_address, owes=not part.empty, verify=session.verify)
-        error = self.core.on_hello(session, ref, to, hello.stream, memory)
+        if known is not None and (known.places, known.place) != (hello.places, hello.place):
+            raise InvalidRequest.of("hello.layout", hello.layout, "the one that this incarnation said before")
+        session = PrefillSession(hello.ref, write, [(pool.name, pool.pages) for pool in hello.pools])
+        session.max_frame_bytes, session.verify = hello.max_frame_bytes, hello.verify
+        memory = PeerMemory(hello.pools, hello.data_plane_address, owes=not hello.part.empty, verify=hello.verify)
+        error = self.core.on_hello(session, hello.ref, hello.to, hello.stream, memory)
         if error is not None:
             raise error
-        pair = self.core.pairs[ref]
-        pair.sends_aux, pair.verify = part.aux, session.verify
-        pair.place, pair.places = place, places
+        pair = self.core.pairs[hello.ref]
+        pair.sends_aux, pair.verify = hello.part.aux, hello.verify
+        pair.place, pair.places = hello.place, hello.places
         self._sessions[pair] = session
         return session
 
-    def _part(self, decode: topology.Shape, hello: pb.Hello) -> topology.Part:
-        """Returns what we owe it. Raises ParallelLayoutMismatch, also where it expects something else."""
-        part, expected = topology.owed_part(self.shape, decode), wire.part_from_pb(hello.expected)
-        if part != expected:
-            raise topology.mismatch({"part": (part, expected)})
-        return part
-
-    def _welcome(self, session: _Session) -> pb.SessionResponse:
+    def _welcome(self, session: PrefillSession) -> pb.SessionResponse:
         timing = self.config.timing
         welcome = pb.Welcome(max_frame_bytes=self.config.max_frame_bytes, data_plane_address=self.plane.address())
         welcome.rank.CopyFrom(rank_ref_to_pb(self.ref))
@@ -380,23 +336,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         welcome.idle_timeout.FromMilliseconds(timing.milliseconds(timing.idle_timeout))
         return pb.SessionResponse(welcome=welcome)
 
-    def _check_sizes(self, hello: pb.Hello) -> None:
-        """Bounds before anything is looked at: this runs on the loop that all sessions share."""
-        for field, size, limit in (
-            ("pools", len(hello.pools), MOST_POOLS),
-            ("pools.regions", sum(len(pool.regions) for pool in hello.pools), MAX_REGIONS),
-            ("aux_item_bytes", len(hello.aux_item_bytes), MOST_AUX_BUFFERS),
-            ("waiting_rooms", len(hello.waiting_rooms), wire.MOST_WAITING_ROOMS),
-            ("data_plane_address", len(hello.data_plane_address), MAX_ADDRESS_BYTES),
-        ):
-            if size > limit:
-                raise InvalidRequest.of(f"hello.{field}", size, f"at most {limit}")
-        least = wire.smallest_frame(self.aux.row_bytes)
-        if 0 < hello.max_frame_bytes < least:
-            rule = f"at least {least}, which the end of a room with its aux takes; or absent"
-            raise InvalidRequest.of("hello.max_frame_bytes", hello.max_frame_bytes, rule)
-
-    async def _read(self, session: _Session, read: Reader) -> None:
+    async def _read(self, session: PrefillSession, read: Reader) -> None:
         core, ref, pool_pages = self.core, session.ref, session.pool_pages
         failure: Failure | None = None
         try:
@@ -420,7 +360,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             failure = self._count_error(f"a frame of {ref} failed")
         session.end(failure)
 
-    async def _write(self, session: _Session) -> None:
+    async def _write(self, session: PrefillSession) -> None:
         while not session.closing:
             await session.news()  # of an end too: what was pending is said before goodbye
             since = session.ready_at
@@ -442,13 +382,13 @@ class PrefillManager(TransferManager[PrefillRoom]):
                 await session.write(_HEARTBEAT)
         await _say(session.write, _goodbye(session.failure))
 
-    def _attach(self, session: _Session) -> None:
+    def _attach(self, session: PrefillSession) -> None:
         """Now, so that no write waits for it, and not before: only a session that stands proves somebody there."""
         pair = self.core.pairs.get(session.ref)
         if pair is not None and pair.stream is session:
             self._worker.attach(pair)
 
-    def _sessions_drop(self, session: _Session) -> None:
+    def _sessions_drop(self, session: PrefillSession) -> None:
         for pair, other in list(self._sessions.items()):
             if other is session:
                 del self._sessions[pair]
@@ -495,7 +435,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         for pair in work.gone:
             self._worker.forget(pair)
         for stream in work.closes:
-            if isinstance(stream, _Session):
+            if isinstance(stream, PrefillSession):
                 stream.end(None)
         for pair in work.tell:
             session = self._sessions.get(pair)
@@ -518,57 +458,6 @@ class PrefillManager(TransferManager[PrefillRoom]):
                 failed.append((submission, result.outcome, failure))
         for each in failed:  # after all of them: one that cannot fail takes no other with it
             self.core.fail_write(*each)
-
-
-class _Session(SessionWriter):
-    """One stream at prefill: whose it is, and how to write on it."""
-
-    __slots__ = (
-        "_limit",
-        "_task",
-        "caller",
-        "failure",
-        "max_frame_bytes",
-        "over",
-        "pool_pages",
-        "ref",
-        "verify",
-        "write",
-    )
-
-    def __init__(
-        self,
-        ref: RankRef,
-        write: Callable[[pb.SessionResponse], Awaitable[None]],
-        pool_pages: list[tuple[str, int]],
-    ) -> None:
-        super().__init__()
-        self.ref = ref
-        self.write = write
-        self.pool_pages = pool_pages
-        self.failure: Failure | None = None
-        self.caller = ""
-        self.max_frame_bytes = 0
-        self.verify = False
-        loop = asyncio.get_running_loop()
-        self.over: asyncio.Future[None] = loop.create_future()
-        self._task = asyncio.current_task()
-        self._limit: asyncio.TimerHandle | None = None
-
-    def end(self, failure: Failure | None) -> None:
-        """Says goodbye and ends the stream; the first cause counts."""
-        if not self.closing:
-            self.failure = failure
-            self.close()
-            if self._task is not None and not self.over.done():
-                self._limit = asyncio.get_running_loop().call_later(_END_WITHIN_SECONDS, self._task.cancel)
-
-    def ended(self) -> None:
-        """Nothing more is written."""
-        self._task = None
-        if self._limit is not None:
-            self._limit.cancel()
-        self.over.set_result(None)
 
 
 async def _next(read: Reader) -> pb.SessionRequest | None:

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
+
+from kvgrpc.errors import Failure
+from kvgrpc.model import RankRef
+from kvgrpc.v1 import transfer_service_pb2 as pb
+
+# A stream that is to end gets so long for what is being written and its goodbye; a peer may read nothing.
+_END_WITHIN_SECONDS = 2.0
 
 
 class SessionWriter:
@@ -42,3 +50,54 @@ class SessionWriter:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         self.ready = False
+
+
+class PrefillSession(SessionWriter):
+    """One stream at prefill: whose it is, and how to write on it."""
+
+    __slots__ = (
+        "_limit",
+        "_task",
+        "caller",
+        "failure",
+        "max_frame_bytes",
+        "over",
+        "pool_pages",
+        "ref",
+        "verify",
+        "write",
+    )
+
+    def __init__(
+        self,
+        ref: RankRef,
+        write: Callable[[pb.SessionResponse], Awaitable[None]],
+        pool_pages: list[tuple[str, int]],
+    ) -> None:
+        super().__init__()
+        self.ref = ref
+        self.write = write
+        self.pool_pages = pool_pages
+        self.failure: Failure | None = None
+        self.caller = ""
+        self.max_frame_bytes = 0
+        self.verify = False
+        loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[None] = loop.create_future()
+        self._task = asyncio.current_task()
+        self._limit: asyncio.TimerHandle | None = None
+
+    def end(self, failure: Failure | None) -> None:
+        """Says goodbye and ends the stream; the first cause counts."""
+        if not self.closing:
+            self.failure = failure
+            self.close()
+            if self._task is not None and not self.over.done():
+                self._limit = asyncio.get_running_loop().call_later(_END_WITHIN_SECONDS, self._task.cancel)
+
+    def ended(self) -> None:
+        """Nothing more is written."""
+        self._task = None
+        if self._limit is not None:
+            self._limit.cancel()
+        self.over.set_result(None)
