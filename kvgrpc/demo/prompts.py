@@ -1,4 +1,4 @@
-"""What the demo asks: built-in prompts, or the lines of a file. A token is a byte of UTF-8."""
+"""The questions of the demo: built-in prompts, or the lines of a file. A token is a byte of UTF-8."""
 
 from __future__ import annotations
 

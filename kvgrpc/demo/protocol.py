@@ -1,4 +1,4 @@
-"""What the demo's router and its processes say to each other: one JSON object a line over pipes.
+"""The words of the demo's router and its processes: one JSON object a line over pipes.
 
 A stand-in for an engine's own scheduler channel, which is no part of kvgrpc. Moments are seconds of CLOCK_MONOTONIC,
 which all processes of a host share.

@@ -1,4 +1,4 @@
-"""What the demo found out, as plain values: the base of the table, the JSON and the exit code."""
+"""The findings of the demo, as plain values: the base of the table, the JSON and the exit code."""
 
 from __future__ import annotations
 

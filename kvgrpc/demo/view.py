@@ -1,4 +1,4 @@
-"""What the demo shows: tokens as they come on a terminal, lines in a pipe, one object with ``--json``."""
+"""Shows the demo: tokens as they come on a terminal, lines in a pipe, one object with ``--json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kubelet and Prometheus ask over plain HTTP: ``/livez``, ``/readyz`` and ``/metrics``. Read-only, no names.
+"""Answers a kubelet and Prometheus over plain HTTP: ``/livez``, ``/readyz`` and ``/metrics``. Read-only, no names.
 
 On threads of its own, so that it answers while the event loop is stuck, and says so.
 """

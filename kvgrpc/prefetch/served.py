@@ -1,4 +1,4 @@
-"""What PrefetchService asks of the cache that it serves: kvgrpc's own, or one that an engine keeps itself."""
+"""The cache that PrefetchService serves: kvgrpc's own, or one that an engine keeps itself."""
 
 from __future__ import annotations
 

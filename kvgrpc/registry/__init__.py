@@ -1,1 +1,1 @@
-"""Who serves what: engines, their ranks, shapes, leases and epochs."""
+"""The registry: engines, their ranks, shapes, leases and epochs."""

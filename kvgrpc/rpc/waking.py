@@ -1,4 +1,4 @@
-"""How other threads and the loop's thread meet without taking the interpreter from each other.
+"""Lets other threads and the loop's thread meet without taking the interpreter from each other.
 
 CPython runs one thread at a time. A thread that wants the interpreter waits until the one that has it gives it up, 5 ms
 (``sys.setswitchinterval``) where that one computes. Waking the loop must therefore not cost the caller the interpreter,

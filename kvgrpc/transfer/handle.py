@@ -1,4 +1,4 @@
-"""What KVSender and KVReceiver, the engine's two ends of a hand-off, share: how it went, and how to give it up."""
+"""The common part of KVSender and KVReceiver, the engine's ends of a hand-off: how it went, and how to give it up."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ class Receiver(Protocol):
 
 
 class RoomsAwaitingRelease:
-    """Which rooms somebody may still write for. SGLang asks by room, and two requests may have had the same one: then
-    the pages of both are held until nobody writes for either. Used on the scheduler's thread alone.
+    """The rooms that somebody may still write for. SGLang asks by room, and two requests may have had the same one:
+    then the pages of both are held until nobody writes for either. Used on the scheduler's thread alone.
 
     Bounded: safe receivers, which answer as if they were not there, are dropped whenever as many have come as were left
     the last time; of others there are at most ``Bounds.rooms``, as many as the rank has.

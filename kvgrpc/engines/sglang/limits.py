@@ -1,4 +1,4 @@
-"""What this adapter does not do, and why. SGLang must not start with it: KV caches would be wrong or never come."""
+"""The limits of this adapter, and why. SGLang must not start with it: KV caches would be wrong or never come."""
 
 from __future__ import annotations
 

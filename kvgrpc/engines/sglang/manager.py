@@ -63,7 +63,7 @@ class KvGrpcManager(BaseKVManager):
         """The rank registers itself, and again whenever its registry was restarted."""
 
     def pages_of_pools(self, kv: Any, states: Sequence[Any] | None) -> Any:
-        """As our ends take them. ``states``: of the pools besides the KV cache; None before the last chunk."""
+        """Pages as our ends take them. ``states``: of the pools besides the KV cache; None before the last chunk."""
         return pages_of_pools(self._state_names, kv, states)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
@@ -93,7 +93,7 @@ class _Prefill:
 
 
 class EveryPrefill:
-    """What SGLang wants to know of a prefill engine before it makes a receiver: how many dp ranks there are.
+    """The facts of a prefill engine that SGLang wants before it makes a receiver: how many dp ranks there are.
 
     It would wait for the answer, a second at a time. The receiver finds out by itself, in the background, so SGLang is
     told of more dp ranks than there are rooms: its own rule, room % dp_size, then hands the room itself to

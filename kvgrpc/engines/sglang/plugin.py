@@ -1,4 +1,4 @@
-"""Which of SGLang's names lead to our classes, and the hooks for that."""
+"""The names of SGLang that lead to our classes, and the hooks for that."""
 
 from __future__ import annotations
 

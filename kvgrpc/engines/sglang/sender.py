@@ -50,7 +50,7 @@ class KvGrpcSender(BaseKVSender):
         self._sender.init(num_kv_indices, aux_index)
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
-        """Where decode holds the whole prompt the last chunk has no pages, but the aux row."""
+        """True if a chunk is to be sent; the last one of a prompt that decode holds has no pages, but the aux row."""
         return num_pages > 0 or last_chunk
 
     def send(

@@ -1,4 +1,4 @@
-"""What this adapter does not do. vLLM must not start with it, because KV caches would be wrong or never come."""
+"""The limits of this adapter. vLLM must not start with it, because KV caches would be wrong or never come."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Scheduler:
                 self._next.bound[number] = str(params[DECODE])
 
     def on_output(self, failed_pages: Iterable[int], failed_requests: Iterable[str], received: Iterable[str]) -> None:
-        """What the workers said of this step: vLLM fails requests that lost pages, or computes their prompts here."""
+        """Takes what the workers said of this step: vLLM fails who lost pages, or computes their prompts here."""
         lost, named = frozenset(failed_pages), frozenset(failed_requests)
         for number, pages in self._awaited.items():
             if number in named or pages & lost:

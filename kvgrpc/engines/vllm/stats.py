@@ -1,4 +1,4 @@
-"""What vLLM logs and exports of our transfers: "KV Transfer metrics" of its log, ``vllm:kvgrpc_…`` of /metrics."""
+"""Our transfers as vLLM logs and exports them: "KV Transfer metrics" of its log, ``vllm:kvgrpc_…`` of /metrics."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ _CLEARED = _Cleared()
 
 
 def sglang_0_5(event: Event) -> object:
-    """As SGLang 0.5.23 writes it. What its class has no field for becomes a further key, which readers skip."""
+    """An event as SGLang 0.5.23 writes it. What its class has no field for is a further key, which readers skip."""
     if isinstance(event, BlockStored):
         known = _SglangStored(
             event.block_hashes,
@@ -102,7 +102,7 @@ def sglang_0_5(event: Event) -> object:
 
 
 def vllm_0_33(event: Event) -> object:
-    """As vLLM 0.33.0 writes it. What its class has no field for becomes a further key, which readers skip."""
+    """An event as vLLM 0.33.0 writes it. What its class has no field for is a further key, which readers skip."""
     if isinstance(event, BlockStored):
         known = _VllmStored(
             event.block_hashes,

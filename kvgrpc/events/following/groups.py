@@ -1,4 +1,4 @@
-"""What the cache groups of a model need, so that a prefix counts: windows, states, other full attention. Pure.
+"""The needs of a model's cache groups, so that a prefix counts: windows, states, other full attention. Pure.
 
 A prefix is of use to an engine where every group of its cache has what it needs of it: full attention all blocks, a
 sliding window the blocks that the next token still sees, a state (mamba) the block in which the prefix ends.

@@ -131,7 +131,7 @@ class BlockIndex:
         return self._matches(1 << slot, hashes)[slot]
 
     def plane(self, medium: str) -> int | None:
-        """Where holders of a medium (in capitals) stand in Holders; None: it is one too many. For BlockSet."""
+        """The place of a medium's holders (in capitals) in Holders; None: it is one too many. For BlockSet."""
         plane = self._media.get(medium)
         if plane is None and len(self._media) < MAX_MEDIA:
             plane = self._media[medium] = len(self._media)

@@ -50,7 +50,7 @@ _STATES = {state: pb.IndexSourceState.Value(f"INDEX_SOURCE_STATE_{state.name}") 
 
 
 class Scores(Protocol):
-    """What answers; ``kvgrpc.client.PrefixIndex`` is one."""
+    """An index that answers; ``kvgrpc.client.PrefixIndex`` is one."""
 
     def ask(self, question: Question, wanted: Wanted) -> list[CacheScore]: ...
     def page_sizes(

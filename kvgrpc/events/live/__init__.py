@@ -1,1 +1,1 @@
-"""What is sent as it happens: ZMQ PUB, and the engines' own replay over ZMQ ROUTER."""
+"""Events sent as they happen: ZMQ PUB, and the engines' own replay over ZMQ ROUTER."""

@@ -74,7 +74,7 @@ class GlooAgreement:
         decided(Decision(vote.key, vote.stage, pages, Stop(stop)))
 
     def forget(self, key: str) -> None:
-        """What was decided is remembered for the ranks that come later; it is bounded."""
+        """Forgets nothing: decisions are remembered for the ranks that come later; they are bounded."""
 
     def close(self, timeout: float = 10.0) -> bool:
         """Every rank calls it; ends with the exchange that all ranks close in, or when that fails."""

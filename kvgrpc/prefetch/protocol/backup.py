@@ -79,7 +79,7 @@ class Backup(Operation):
             self._begin_writing(self.hit, Stop.NOT_PRESENT)
 
     def on_decided(self, decision: Decision) -> None:
-        """What holds for all ranks: how many pages are written; how many are in storage for each."""
+        """Takes what holds for all ranks: how many pages are written; how many are in storage for each."""
         if not self._is_awaited(decision):
             return
         if decision.stage is Stage.HITS:

@@ -247,7 +247,7 @@ class Operation:
         """A thread is there for its next pages; None: there are none now."""
 
     def on_decided(self, decision: Decision) -> None:
-        """What holds for all ranks."""
+        """Takes what holds for all ranks."""
 
     def on_error(self, error: BaseException) -> None:
         """A bug, of ours or of somebody who was asked."""

@@ -118,7 +118,7 @@ class Prefetch(Operation):
         self._say(Stage.HITS, self.covered + hit, stop, self.limits.agreement_timeout)
 
     def on_decided(self, decision: Decision) -> None:
-        """What holds for all ranks."""
+        """Takes what holds for all ranks."""
         if not self._is_awaited(decision):
             return
         if decision.stage is Stage.HITS:

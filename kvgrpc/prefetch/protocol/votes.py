@@ -22,8 +22,8 @@ from kvgrpc.prefetch.model import Stop
 
 
 class Stage(enum.IntEnum):
-    """What is agreed on: HITS: leading pages that every rank finds. RESERVED: for which each has room. COMPLETED: that
-    arrived at each."""
+    """The stages of an agreement. HITS: leading pages that every rank finds. RESERVED: for which each has room.
+    COMPLETED: that arrived at each."""
 
     HITS = 1
     RESERVED = 2

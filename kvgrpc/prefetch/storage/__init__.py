@@ -1,4 +1,4 @@
-"""Where pages go that leave host memory: ``base`` says what a backend is, ``open_backend`` opens one by its name."""
+"""Storage for pages that leave host memory: ``base`` says what a backend is, ``open_backend`` opens one by its name."""
 
 from __future__ import annotations
 

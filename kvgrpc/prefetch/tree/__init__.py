@@ -1,1 +1,1 @@
-"""Which pages of which prompts device and host have, and who asks for them."""
+"""The pages of prompts that device and host have, and who asks for them."""

@@ -1,4 +1,4 @@
-"""How much at once: the library's own limit was bypassed by an underflow (grpc#41531)."""
+"""Bounds how much runs at once: the library's own limit was bypassed by an underflow (grpc#41531)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from kvgrpc.transfer.layout.translation import HEAD, TOKEN, translated
 
 
 class HeadAxis(NamedTuple):
-    """Where a page's axes have the heads: the row of all heads repeats once for each index of the axes before them."""
+    """The heads among a page's axes: the row of all heads repeats once for each index of the axes before them."""
 
     repeats: int
 

@@ -94,7 +94,7 @@ class Runtime(Protocol):
 
     @property
     def on_change(self) -> Callable[[], None] | None:
-        """What a room's handle calls when it changed; None: nobody asked for ``fileno``."""
+        """The function that a room's handle calls when it changed; None: nobody asked for ``fileno``."""
 
     def fileno(self) -> int:
         """The descriptor that an engine's event loop watches."""

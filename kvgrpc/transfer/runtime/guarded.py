@@ -1,4 +1,4 @@
-"""Where a foreign data plane, or an engine's ``wait``, that raises or answers what it must not becomes an outcome.
+"""Turns what a foreign data plane, or an engine's ``wait``, raises or wrongly answers into an outcome.
 
 Nowhere else: whoever uses a plane through this expects no exception of it. What happens before a submission is
 REJECTED, because nothing was sent; from there on FAILED_UNKNOWN, because bytes may be on their way (7, writes).

@@ -1,4 +1,4 @@
-"""What both managers share: engine threads append and wake, one loop thread owns the core, ticks are its own time."""
+"""The common part of managers: engine threads append and wake, one loop thread owns the core, ticks are its time."""
 
 from __future__ import annotations
 

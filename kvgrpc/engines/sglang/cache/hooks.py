@@ -1,4 +1,4 @@
-"""Where orders enter SGLang's scheduler, and what serves them: hooks that SGLang's plug-in group applies.
+"""The way of orders into SGLang's scheduler, and what serves them: hooks that SGLang's plug-in group applies.
 
 An order is broadcast with the requests of a step (``_broadcast_reqs_across_ranks``), so every rank of a replica does it
 in the same step (``process_input_requests``); what became of it is looked at where SGLang itself takes what its storage

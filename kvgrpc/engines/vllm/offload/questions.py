@@ -1,4 +1,4 @@
-"""What other threads ask of vLLM's tiers, answered under vLLM's lock."""
+"""Questions of other threads to vLLM's tiers, answered under vLLM's lock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Questions:
-    """What is asked of vLLM's tiers by other threads, answered under vLLM's lock: each short, at most MAX_QUESTIONS."""
+    """Questions to vLLM's tiers by other threads, answered under vLLM's lock: each short, at most MAX_QUESTIONS."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake

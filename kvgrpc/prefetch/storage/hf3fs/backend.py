@@ -92,7 +92,7 @@ class Hf3fsBackend(PageByPage):
         self._open = True
 
     def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
-        """As every backend's, but what is known in memory needs no thread."""
+        """Answers as every backend, but what is known in memory needs no thread."""
         check_keys(keys)
         if keys and (self._calls.closed or timeout <= 0):
             raise self._calls.down("it is closed" if self._calls.closed else "not begun in time")

@@ -148,7 +148,7 @@ class Chunks(msgspec.Struct, eq=False, gc=False):
         return None
 
     def place(self, destination: Destination) -> list[Placed]:
-        """Where the chunks that waited go; positions that decode does not want are dropped."""
+        """Places the chunks that waited; positions that decode does not want are dropped."""
         if not self._waiting or (self._from_the_end and not self.last_seen):
             return []
         shift = self._shift(destination)

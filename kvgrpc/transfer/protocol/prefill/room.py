@@ -208,7 +208,7 @@ class PrefillRoom(Struct, eq=False):
         self.worst = after if after < self.worst else self.worst
 
     def end_write(self, submission: Submission, outcome: Outcome, detail: str, data_plane: str) -> None:
-        """What follows from the end of one write, which was counted. ``data_plane``: the name of what wrote."""
+        """Takes the end of one write, which was counted. ``data_plane``: the name of what wrote."""
         if outcome is _DONE:
             self.done.add(submission.start, len(submission.destination))
             if submission.checksums is not None:
