@@ -193,18 +193,17 @@ class TransferHandle(ABC):
 
     def _refused(self, key: RoomKey) -> bool:
         """True if there can be no such room here now; the handle has failed then."""
-        refusal = _no_key(key) or self._wrong_role() or self._transfer.refusal(key)
+        manager = self._transfer
+        refusal = _no_key(key) or (self._wrong_role() if manager.role != self._engine else manager.refusal(key))
         if refusal is None:
             return False
         self._handle.release_safe = True
         self._handle.fail(refusal)
         return True
 
-    def _wrong_role(self) -> Failure | None:
+    def _wrong_role(self) -> Failure:
         """Why a manager of the other role has no such handle."""
         role = self._transfer.role
-        if role == self._engine:
-            return None
         text = f"{type(self).__name__} needs a {self._engine} rank, {self._transfer.ref} is a {role} rank"
         error = WrongRank(text, metadata={"expected": self._engine.upper(), "actual": role.upper()})
         return Failure.of(error, str(self._transfer.ref))
@@ -218,6 +217,8 @@ class TransferHandle(ABC):
 
 def room_key(room: Any, attempt: Any) -> RoomKey:
     """Whole numbers of any library become ints; anything else stays, for the handle to refuse."""
+    if type(room) is int and type(attempt) is int:
+        return RoomKey(room, attempt)
     return RoomKey(as_int(room), as_int(attempt))
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvgrpc.errors import Failure, InvalidRequest
 from kvgrpc.transfer.handle import TransferHandle, as_int, as_number, room_key
 from kvgrpc.transfer.layout.pools import copy_of
-from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT
+from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT, KVPoll
 from kvgrpc.transfer.runtime.boundary import DecodeRuntime, EngineHandle, RoomRequest
 
 
@@ -48,10 +48,19 @@ class KVReceiver(TransferHandle):
         self._manager, self._receiver = manager, handle
         self._initialised = False
         if not self._refused(key):
-            request = RoomRequest(key, bootstrap_addr, as_int(prefill_dp_rank), traceparent)
+            dp = None if prefill_dp_rank is None else as_int(prefill_dp_rank)
+            request = RoomRequest(key, bootstrap_addr, dp, traceparent)
             if manager.stands(request):
                 handle.poll = POLL_WAITING_FOR_INPUT
             manager.open(handle, request)
+
+    def poll(self) -> KVPoll:
+        handle = self._receiver
+        if handle.poll is POLL_WAITING_FOR_INPUT and not handle.moving_at and handle.aborted is None:
+            return POLL_WAITING_FOR_INPUT  # for its engine: no thread of ours moves it on
+        return super().poll()
+
+    poll.__doc__ = TransferHandle.poll.__doc__
 
     def init(
         self, pages: npt.ArrayLike | Mapping[str, npt.ArrayLike], aux_index: int | None = None, first_page: int = 0

@@ -83,6 +83,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
             written=WrittenPages(config.pool_sizes) if config.check_pages else None,
         )
         self._routes = PrefillResolver(self.core, self.shape, resolve, open_channel, self._begin, self._pump, changes)
+        self.stands = self._routes.stands
         self._open_channel = open_channel
         self._dead_peers = DeadPeers(self._guarded, self._begin)
         self._sessions: dict[Stream, _Session] = {}
@@ -93,10 +94,6 @@ class DecodeManager(TransferManager[DecodeRoom]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     # For receivers, on any thread: appended for the loop thread.
-
-    def stands(self, request: RoomRequest) -> bool:
-        """True if the sessions that the room needs stand now, so that its pages may be allocated."""
-        return self._routes.stands(request)
 
     def open(self, handle: EngineHandle, request: RoomRequest) -> None:
         """Opens a room. Where its sessions stand (its handle says so), its pages tell prefill of it, or a tick does."""

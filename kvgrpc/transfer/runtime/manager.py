@@ -188,7 +188,7 @@ class TransferManager(RoomTables[Record]):
         if self._forks != _forks:
             text = f"the manager of {self.ref} belongs to process {self._pid}; start workers with spawn, not fork"
             return Failure(Reason.FEATURE_DISABLED, text, {"feature": "fork", "howToEnable": "spawn"}, str(self.ref))
-        return self.overflow(key) if self.queue_full else None
+        return self.overflow(key) if len(self._commands) >= self._most_commands else None
 
     @property
     def queue_full(self) -> bool:

@@ -124,16 +124,25 @@ class PrefillResolver:
 
     def stands(self, request: RoomRequest) -> bool:
         """True if there are sessions to all ranks that owe the room. Any thread may call it: it only reads, and caches
-        in ``owing`` what any thread would compute.
+        in ``owing`` what any thread would compute. An engine's thread waits for it, mostly with nothing of this in a
+        processor's caches, so it calls little.
         """
-        engine = None if _route_error(request) is not None else self._known(request.bootstrap_addr)
+        address, dp = request.bootstrap_addr, request.prefill_dp_rank
+        if type(address) is not str or (dp is not None and type(dp) is not int) or address in self._doubtful:
+            return False
+        engine = self._engines.get(address)
         if engine is None or _must_be_found(request, engine):
             return False
+        targets: Sequence[Target] | None = engine.owing.get(request.key.room % engine.layout.dp if dp is None else dp)
         try:
-            pairs = [self._core.pairs.get(target.ref) for target in self._targets(request, engine)]
+            targets = targets or self._targets(request, engine)
         except KvGrpcError:
             return False
-        return all(pair is not None and pair.up for pair in pairs)
+        for target in targets:
+            pair = self._core.pairs.get(target.ref)
+            if pair is None or not pair.up:
+                return False
+        return True
 
     def find_anew(self, room: ReceiverRoom) -> None:
         """Asks the registry again: the rank that was known is gone, and another may be in its place."""

@@ -288,7 +288,9 @@ class TestTables:
         rooms = [hand_off(prefill, decode, pages=[1], after=after) for after in (0.0, 0.3, 0.1)]
         stub = stub_of(prefill if side == "prefill" else decode)
         listed = stub.ListRooms(pb.ListRoomsRequest(slowest=True, page_size=1000), timeout=5).rooms
-        assert [each.room for each in listed if each.room in rooms] == [rooms[1], rooms[2], rooms[0]]
+        stages = [(each.end.bootstrap_time, each.end.wait_time, each.end.transfer_time) for each in listed]
+        took = [sum(stage.ToMicroseconds() for stage in each) for each in stages]
+        assert took == sorted(took, reverse=True) and set(rooms) <= {each.room for each in listed}
         assert {each.state for each in listed} == {SUCCESS}
         for wrong in ({"states": [FAILED]}, {"held_only": True}, {"newest_failed": True}, {"page_token": "x"}):
             error = refusal(stub.ListRooms, pb.ListRoomsRequest(slowest=True, **wrong))

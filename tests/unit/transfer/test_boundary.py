@@ -147,12 +147,13 @@ def test_both_ends_of_a_hand_off_run_on_a_runtime_that_is_none_of_ours() -> None
     sender, receiver = KVSender(prefill, "", 1), KVReceiver(decode, "127.0.0.1:1", 1)
     assert receiver.poll() is KVPoll.WaitingForInput
     receiver.init([3, 4])
+    assert receiver.poll() is KVPoll.WaitingForInput
     sender.init(2)
     sender.send([1, 2])
     sender.abort()
     receiver.abort()
     assert prefill.asked == ["claim", "send [1, 2]", "fail ROOM_CANCELLED"]
-    assert decode.asked == ["open 1 127.0.0.1:1", "give_way", "write [3, 4]", "fail ROOM_CANCELLED"]
+    assert decode.asked == ["open 1 127.0.0.1:1", "write [3, 4]", "give_way", "fail ROOM_CANCELLED"]
 
 
 def test_an_end_that_comes_during_an_abort_stays() -> None:

@@ -40,6 +40,15 @@ def test_tables_say_how_the_session_stands(pair: DecodePair) -> None:
     ]
 
 
+def test_a_tick_has_nothing_to_do_for_a_pair_that_was_heard_of_lately(pair: DecodePair) -> None:
+    assert not pair.is_well(BEGIN, 30)
+    welcomed(pair)
+    assert pair.is_well(BEGIN + 30, 30) and not pair.is_well(BEGIN + 31, 30)
+    assert not pair.is_well(BEGIN + IDLE + 1, 10 * IDLE)
+    pair.silent = True
+    assert not pair.is_well(BEGIN, 30)
+
+
 def test_a_pair_is_dialled_at_once_and_again_when_a_dial_was_not_answered(pair: DecodePair) -> None:
     assert pair.dial_is_due(BEGIN, TIMING) and not pair.is_dialling(BEGIN, TIMING)
     pair.dial(1, BEGIN, TIMING)

@@ -307,8 +307,10 @@ class DecodeCore:
         for room in self._due.due(self.now):
             limit = self.timing.milliseconds(self.timing.room_deadline)
             self._end(room, self._failure(failures.out_of_time(room.key, room.state.name, limit, "decode")))
+        silent_after = self.timing.silent_after
         for pair in list(self.pairs.values()):
-            self._tick_pair(pair)
+            if not pair.is_well(self.now, silent_after):
+                self._tick_pair(pair)
         for room in self._held.due(self.now):
             self._look(room)
         self._announce()

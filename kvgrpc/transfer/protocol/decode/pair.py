@@ -169,6 +169,11 @@ class DecodePair:
             return now - self.connected_at <= timing.silence
         return now - self.dialled_at <= ticks
 
+    def is_well(self, now: int, silent_after: int) -> bool:
+        """True while it was heard of so lately that a tick has nothing to do for it: there may be many such pairs."""
+        quiet = now - self.heard_at
+        return self.up and not self.silent and quiet <= silent_after and quiet <= self.idle_timeout
+
     def given_up(self, now: int, timing: Timing) -> str:
         """Returns how the pair was lost by now; empty: it was not (rule 3, break and loss)."""
         if self.up:
