@@ -110,13 +110,14 @@ def test_keys_and_values_of_every_backend_are_found_where_it_reads_them(
         {"world_size": 2},
         {"blocks": 2},
         {"dtype": "fp8"},
+        {"dtype": "bfloat16"},
         {"mla": True},
         {"heads": 2 * HEADS},
         {"tokens": 2 * TOKENS},
         {"bytes": 4096},
         {"names": ("model.layers.1.self_attn.attn", "model.layers.0.self_attn.attn", "model.layers.2.self_attn.attn")},
     ],
-    ids=lambda changes: next(iter(changes)),
+    ids=lambda changes: " ".join(map(str, *changes.items())) if "dtype" in changes else next(iter(changes)),
 )
 def test_chunks_that_are_made_of_something_else_are_for_vllm_alone(changes: dict[str, Any]) -> None:
     assert axes("LBHNC", "FLASH_ATTN", **changes) is None

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvgrpc.engines.vllm.rank import attention_backend, layer_numbers
 from kvgrpc.hashing import Tokens, storage_seed
+from kvgrpc.prefetch.pools.shape import DTYPE_BYTES
 from kvgrpc.pull.common import DTYPES, PageAxes
 from kvgrpc.pull.names import NotedNames
 
@@ -54,6 +55,8 @@ def axes_of(spec: Any, config: Any, workers: Sequence[AttentionFacts | None], ch
         return None
     _, head_size, tokens, element_bytes = first.layers[0]
     if len(names) != len(first.layers) or tokens != group.tokens_per_block:
+        return None
+    if element_bytes != DTYPE_BYTES[dtype]:  # quantised, whatever the configuration calls it
         return None
     axes = PageAxes(order, len(names), tokens, config.model_config.get_total_num_kv_heads(), head_size * element_bytes)
     return axes if axes.nbytes == chunk_bytes else None  # else something else lies in a chunk too
