@@ -27,7 +27,8 @@ from kvgrpc.wire import rank_ref_to_pb
 from tests.support.cache_serving import LIMITS, SHAPE, CacheRank, hashes_of, open_cache_rank, prompt
 from tests.support.waiting import wait_until
 
-PULL = PullConfig(staging_pages=16, answer_timeout=5.0)
+# A busy machine may send nothing for two seconds, which is the default.
+PULL = PullConfig(staging_pages=16, answer_timeout=5.0, stall_timeout=8.0)
 PATIENT = replace(LIMITS, storage_timeout=20.0)
 
 
