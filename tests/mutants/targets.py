@@ -72,7 +72,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "managers": (
         "transfer/runtime/manager.py transfer/runtime/decode_manager.py transfer/runtime/prefill_manager.py"
-        " transfer/runtime/hello.py transfer/runtime/session_writer.py transfer/runtime/boundary.py",
+        " transfer/runtime/hello.py transfer/runtime/sessions.py transfer/runtime/boundary.py",
         (
             "contract/transfer/test_sessions.py",
             "contract/transfer/test_session_rooms.py",

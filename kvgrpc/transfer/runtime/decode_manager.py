@@ -24,7 +24,7 @@ from kvgrpc.transfer.protocol.page_check import WrittenPages
 from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT, DecodeEntry
 from kvgrpc.transfer.runtime.boundary import EngineHandle, RoomRequest
 from kvgrpc.transfer.runtime.dead_peers import DeadPeers
-from kvgrpc.transfer.runtime.death_proofs import NOTHING, DeathProofs
+from kvgrpc.transfer.runtime.death_proofs import DeathProofs
 from kvgrpc.transfer.runtime.manager import (
     FRAMES_RECEIVED,
     FRAMES_SENT,
@@ -35,7 +35,7 @@ from kvgrpc.transfer.runtime.manager import (
     TransferManager,
 )
 from kvgrpc.transfer.runtime.resolve import Changes, PrefillResolver, ReceiverRoom, Resolve
-from kvgrpc.transfer.runtime.session_writer import SessionWriter
+from kvgrpc.transfer.runtime.sessions import DecodeSession, SessionCall
 from kvgrpc.transfer.runtime.timed_handle import TimedHandle
 from kvgrpc.transfer.runtime.writing.checksums import PeerPages
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
@@ -54,7 +54,6 @@ from kvgrpc.wire import (
 logger = logging.getLogger(__name__)
 # A peer that asks for a longer idle timeout than ours gets this much: past it a hung one would hold rooms too long.
 LONGEST_IDLE_TIMEOUT_MS = 60_000
-_Call = grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
 
 
 class DecodeManager(TransferManager[DecodeRoom]):
@@ -86,7 +85,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         self.stands = self._routes.stands
         self._open_channel = open_channel
         self._dead_peers = DeadPeers(self._guarded, self._begin)
-        self._sessions: dict[Stream, _Session] = {}
+        self._sessions: dict[Stream, DecodeSession] = {}
         self._data_addresses: dict[RankRef, bytes] = {}
         self._peer_pages: dict[RankRef, PeerPages] = {}
         self._comparing: set[asyncio.Future[Failure | None]] = set()
@@ -248,7 +247,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
             if channel is not None:
                 await channel.close()
 
-    async def _look_whether_taken(self, session: _Session, stream: Stream) -> None:
+    async def _look_whether_taken(self, session: DecodeSession, stream: Stream) -> None:
         """A first dial over TLS gets no answer while that interpreter is held, so a listening process has to do (3,
         break and loss)."""
         session.is_taken = await self._refusals.is_taken(stream.pair.address)
@@ -268,7 +267,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         else:
             self.core.on_end(stream)
 
-    async def _read(self, session: _Session, stream: Stream, call: _Call) -> None:
+    async def _read(self, session: DecodeSession, stream: Stream, call: SessionCall) -> None:
         core = self.core
         while True:
             message = await call.read()
@@ -292,7 +291,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
             else:
                 core.on_heard(stream)
 
-    def _welcome(self, session: _Session, stream: Stream, welcome: pb.Welcome) -> None:
+    def _welcome(self, session: DecodeSession, stream: Stream, welcome: pb.Welcome) -> None:
         answered = rank_ref_from_pb(welcome.rank)
         if session.writer is not None:
             raise InvalidRequest.of("welcome", "another", "said once")
@@ -361,7 +360,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
             idle_timeout = max(idle_timeout, timing.ticks(asked))
         return heartbeat, quiet, idle_timeout
 
-    async def _write(self, session: _Session, stream: Stream) -> None:
+    async def _write(self, session: DecodeSession, stream: Stream) -> None:
         core, call = self.core, session.call
         assert call is not None
         try:
@@ -449,7 +448,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         for lost in work.lost_peers:
             self._routes.await_restart(lost)
         for stream in () if self.closed else work.dials:  # a goodbye that answers ours is a break to the core
-            self._sessions[stream] = _Session()
+            self._sessions[stream] = DecodeSession()
             self._begin(self._dial(stream), f"session {stream.pair.ref}")
         for stream in work.closes:
             session = self._sessions.get(stream)
@@ -495,50 +494,6 @@ class DecodeManager(TransferManager[DecodeRoom]):
             self.aux.write(index, row)
             handle.yield_claim()
         return None
-
-
-class _Session(SessionWriter):
-    """One dialled stream."""
-
-    __slots__ = (
-        "call",
-        "channel",
-        "heartbeat",
-        "is_taken",
-        "max_frame_bytes",
-        "quiet_heartbeat",
-        "resolved",
-        "writer",
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.channel: grpc.aio.Channel | None = None
-        self.call: _Call | None = None
-        self.resolved = NOTHING
-        self.is_taken = False
-        self.writer: asyncio.Task[None] | None = None
-        self.max_frame_bytes = 0
-        self.heartbeat = self.quiet_heartbeat = 1
-
-    @property
-    def is_connected(self) -> bool:
-        """The peer's library shook hands, which takes no interpreter; a stopped process does not get so far. Where it
-        would take one, the peer's host has taken the connection."""
-        if self.channel is None:
-            return False
-        return self.is_taken or self.channel.get_state() is grpc.ChannelConnectivity.READY
-
-    def cancel(self) -> None:
-        """Ends the stream without a word: the core gave the pair up."""
-        self.closing = True
-        if self.call is not None:
-            self.call.cancel()
-
-    def end(self) -> None:
-        self.closing = True
-        if self.writer is not None:
-            self.writer.cancel()
 
 
 _HEARTBEAT = pb.SessionRequest()

@@ -38,7 +38,7 @@ from kvgrpc.transfer.runtime.manager import (
     TransferConfig,
     TransferManager,
 )
-from kvgrpc.transfer.runtime.session_writer import PrefillSession
+from kvgrpc.transfer.runtime.sessions import PrefillSession
 from kvgrpc.transfer.runtime.writing.worker import Outcomes, PeerMemory, TransferWorker
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb

@@ -16,7 +16,7 @@ from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
-from kvgrpc.transfer.runtime.session_writer import SessionWriter
+from kvgrpc.transfer.runtime.sessions import SessionWriter
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.wire import layout_to_pb, pool_to_pb, rank_ref_to_pb

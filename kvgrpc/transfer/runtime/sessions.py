@@ -1,4 +1,4 @@
-"""Wakes the task that writes a session. It holds no messages: the core is asked when there is room to send."""
+"""The stream of a session at either side, and the wakes of the task that writes it: messages are the core's to say."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+import grpc
+
 from kvgrpc.errors import Failure
 from kvgrpc.model import RankRef
+from kvgrpc.transfer.runtime.death_proofs import NOTHING
 from kvgrpc.v1 import transfer_service_pb2 as pb
 
 # A stream that is to end gets so long for what is being written and its goodbye; a peer may read nothing.
 _END_WITHIN_SECONDS = 2.0
+SessionCall = grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
 
 
 class SessionWriter:
@@ -101,3 +105,47 @@ class PrefillSession(SessionWriter):
         if self._limit is not None:
             self._limit.cancel()
         self.over.set_result(None)
+
+
+class DecodeSession(SessionWriter):
+    """One stream that decode dialled."""
+
+    __slots__ = (
+        "call",
+        "channel",
+        "heartbeat",
+        "is_taken",
+        "max_frame_bytes",
+        "quiet_heartbeat",
+        "resolved",
+        "writer",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.channel: grpc.aio.Channel | None = None
+        self.call: SessionCall | None = None
+        self.resolved = NOTHING
+        self.is_taken = False
+        self.writer: asyncio.Task[None] | None = None
+        self.max_frame_bytes = 0
+        self.heartbeat = self.quiet_heartbeat = 1
+
+    @property
+    def is_connected(self) -> bool:
+        """The peer's library shook hands, which takes no interpreter; a stopped process does not get so far. Where it
+        would take one, the peer's host has taken the connection."""
+        if self.channel is None:
+            return False
+        return self.is_taken or self.channel.get_state() is grpc.ChannelConnectivity.READY
+
+    def cancel(self) -> None:
+        """Ends the stream without a word: the core gave the pair up."""
+        self.closing = True
+        if self.call is not None:
+            self.call.cancel()
+
+    def end(self) -> None:
+        self.closing = True
+        if self.writer is not None:
+            self.writer.cancel()
