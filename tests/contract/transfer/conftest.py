@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
 
 from kvgrpc.transfer.protocol.types import Timing
+from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from tests.contract.transfer_peers import (
     DecodeClient,
@@ -38,9 +40,10 @@ def prefill() -> Iterator[RankHost]:
 
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[RankHost]:
-    """A prefill whose idle timeout is a second."""
+    """A prefill whose idle timeout is a second. A Hello may take longer: a busy machine brings one too late else."""
     host = RankHost("H", "PREFILL", {"timing": TIMING})
-    yield host
+    with mock.patch.object(PrefillManager, "_hello_within", 20.0):
+        yield host
     assert host.rank.transfer.errors == 0
     host.close(1.0)
 
