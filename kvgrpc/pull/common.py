@@ -19,7 +19,7 @@ from kvgrpc.prefetch.storage.keys import PageIdentity
 
 LAYOUT = "kvgrpc-common-1"
 """The layout of an identity begins so where the pages are in the common order, with the common names."""
-ORDER = ("kv", "layer", "token", "head")
+ORDER = ("kv", "layer", "block", "token", "head")
 # Quantised elements mean nothing without scales, which each engine keeps elsewhere.
 DTYPES = frozenset({"float32", "float16", "bfloat16"})
 
@@ -27,41 +27,64 @@ DTYPES = frozenset({"float32", "float16", "bfloat16"})
 @dataclass(frozen=True, slots=True)
 class PageAxes:
     """A page of keys and values of all of the model's heads. ``order``: its axes, outermost first; innermost are the
-    ``head_bytes`` of one head of keys or of values, of one token in one layer."""
+    ``head_bytes`` of one head of keys or of values, of one token in one layer. A page may be made of ``blocks`` of
+    ``tokens`` each, one after the other; "block" may be left out where it is one."""
 
     order: tuple[str, ...]
     layers: int
     tokens: int
     heads: int
     head_bytes: int
+    blocks: int = 1
 
     def __post_init__(self) -> None:
-        if sorted(self.order) != sorted(ORDER):
-            raise ValueError(f"{self.order} are not the axes {ORDER}")
+        left_out = {"block"} - set(self.order) if self.blocks == 1 else set()
+        if sorted((*self.order, *left_out)) != sorted(ORDER):
+            raise ValueError(f"{self.order} are not the axes {ORDER} of a page of {self.blocks} blocks")
 
     @property
     def nbytes(self) -> int:
-        return 2 * self.layers * self.tokens * self.heads * self.head_bytes
+        return 2 * self.layers * self.page_tokens * self.heads * self.head_bytes
+
+    @property
+    def page_tokens(self) -> int:
+        return self.blocks * self.tokens
 
     @property
     def is_common(self) -> bool:
         """True if nothing has to be moved."""
-        return self.order == ORDER
+        return self._all(self.order) == ORDER
 
     def identity(self, own: PageIdentity) -> PageIdentity:
         """Of the page in the common order, at a cache with this identity."""
         layout = f"{LAYOUT} layers={self.layers} heads={self.heads} head_bytes={self.head_bytes}"
         return PageIdentity(
-            model=own.model, revision=own.revision, dtype=own.dtype, layout=layout, page_size=self.tokens
+            model=own.model, revision=own.revision, dtype=own.dtype, layout=layout, page_size=self.page_tokens
         )
 
     def to_common(self, source: int, destination: int) -> None:
         """Copies a page from the address ``source``, in its own order, to ``destination``, in the common one."""
-        _page(destination, self, ORDER)[:] = _page(source, self, self.order)
+        self._page(destination, ORDER)[:] = self._page(source, self._all(self.order))
 
     def from_common(self, source: int, destination: int) -> None:
         """The other way."""
-        _page(destination, self, self.order)[:] = _page(source, self, ORDER)
+        self._page(destination, self._all(self.order))[:] = self._page(source, ORDER)
+
+    def _all(self, order: tuple[str, ...]) -> tuple[str, ...]:
+        """With "block" where it changes nothing."""
+        if "block" in order:
+            return order
+        at = order.index("token")
+        return (*order[:at], "block", *order[at:])
+
+    def _page(self, address: int, order: Sequence[str]) -> npt.NDArray[np.void]:
+        """A page that lies at an address in this order, with its axes in the common one."""
+        sizes = {"kv": 2, "layer": self.layers, "block": self.blocks, "token": self.tokens, "head": self.heads}
+        memory: Any = (ctypes.c_uint8 * self.nbytes).from_address(address)
+        flat: npt.NDArray[np.void] = np.frombuffer(memory, np.dtype((np.void, self.head_bytes)))
+        page: npt.NDArray[np.void] = flat.reshape([sizes[axis] for axis in order])
+        in_order: npt.NDArray[np.void] = page.transpose([order.index(axis) for axis in ORDER])
+        return in_order
 
 
 class PageNames(Protocol):
@@ -101,16 +124,6 @@ class CommonPages:
 def is_common(layout: str) -> bool:
     """True if an identity with this layout asks for pages in the common order."""
     return layout.startswith(f"{LAYOUT} ")
-
-
-def _page(address: int, axes: PageAxes, order: Sequence[str]) -> npt.NDArray[np.void]:
-    """A page that lies at an address in this order, with its axes in the common one."""
-    sizes = {"kv": 2, "layer": axes.layers, "token": axes.tokens, "head": axes.heads}
-    memory: Any = (ctypes.c_uint8 * axes.nbytes).from_address(address)
-    flat: npt.NDArray[np.void] = np.frombuffer(memory, np.dtype((np.void, axes.head_bytes)))
-    page: npt.NDArray[np.void] = flat.reshape([sizes[axis] for axis in order])
-    in_order: npt.NDArray[np.void] = page.transpose([order.index(axis) for axis in ORDER])
-    return in_order
 
 
 __all__ = ["DTYPES", "LAYOUT", "ORDER", "CommonPages", "PageAxes", "PageNames", "SameNames", "is_common"]

@@ -82,25 +82,29 @@ def axes(layout: str, backend: str, **changes: Any) -> PageAxes | None:
         model_config=SimpleNamespace(use_mla=found["mla"], get_total_num_kv_heads=lambda: found["heads"])
     )
     facts = [attention_facts(worker(backend, HEADS // size, names)) for _ in range(size)]
-    nbytes = LAYERS * HEADS * TOKENS * 2 * DIM * 4 + found["bytes"]
+    nbytes = LAYERS * HEADS * found["blocks"] * TOKENS * 2 * DIM * 4 + found["bytes"]
     return axes_of(spec, config, facts, nbytes)
 
 
+@pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize(
     ("layout", "backend", "split"), BACKENDS, ids=lambda each: each if isinstance(each, str) else ""
 )
 def test_keys_and_values_of_every_backend_are_found_where_it_reads_them(
-    layout: str, backend: str, split: Split
+    layout: str, backend: str, split: Split, blocks: int
 ) -> None:
-    found = axes(layout, backend)
+    """A chunk has the blocks of a layer, then those of the next."""
+    found = axes(layout, backend, blocks=blocks)
     assert found is not None
-    blocks = [block_of(layout) for _ in range(LAYERS)]
-    chunk = torch.cat([memory.reshape(-1) for _, memory in blocks])
+    layers = [[block_of(layout) for _ in range(blocks)] for _ in range(LAYERS)]
+    chunk = torch.cat([memory.reshape(-1) for its in layers for _, memory in its])
     common = torch.zeros_like(chunk)
     found.to_common(chunk.data_ptr(), common.data_ptr())
-    by_head = [torch.stack([split(block)[kind] for block, _ in blocks]) for kind in range(2)]
+    by_head = [
+        torch.stack([torch.cat([split(block)[kind] for block, _ in its], 1) for its in layers]) for kind in (0, 1)
+    ]
     expected = torch.stack(by_head).transpose(2, 3)  # kv, layer, token, head
-    assert torch.equal(common.view(2, LAYERS, TOKENS, HEADS, DIM), expected)
+    assert torch.equal(common.view(2, LAYERS, blocks * TOKENS, HEADS, DIM), expected)
     assert ctypes.string_at(common.data_ptr(), 4 * DIM) == bytes(expected[0, 0, 0, 0].numpy().tobytes())
 
 
@@ -108,7 +112,6 @@ def test_keys_and_values_of_every_backend_are_found_where_it_reads_them(
     "changes",
     [
         {"world_size": 2},
-        {"blocks": 2},
         {"dtype": "fp8"},
         {"dtype": "bfloat16"},
         {"mla": True},

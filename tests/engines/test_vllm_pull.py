@@ -30,7 +30,9 @@ def registry() -> Iterator[str]:
     server.close()
 
 
-def opened(name: str, folder: Path, model: Path, registry: str, tp: int = 1, **more: object) -> VllmEngine:
+def opened(
+    name: str, folder: Path, model: Path, registry: str, tp: int = 1, block: int = BLOCK, **more: object
+) -> VllmEngine:
     orders = {
         "type": "KvGrpcOrders",
         "module_path": "kvgrpc.engines.vllm.orders",
@@ -38,9 +40,10 @@ def opened(name: str, folder: Path, model: Path, registry: str, tp: int = 1, **m
         "registry": registry,
         "data_plane": "shm",
         "limits": {"threshold_tokens": BLOCK},
-        "pull": {"staging_pages": 64, "answer_timeout": 5.0},
+        # A busy machine's engines may send nothing for seconds.
+        "pull": {"staging_pages": 64, "answer_timeout": 30.0, "stall_timeout": 30.0},
     }
-    tier = {"type": "KvGrpcTier", "module_path": "kvgrpc.engines.vllm.tier", "peers": True}
+    tier = {"type": "KvGrpcTier", "module_path": "kvgrpc.engines.vllm.tier", "peers": True, "timeout": 60.0}
     offloading = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -52,7 +55,8 @@ def opened(name: str, folder: Path, model: Path, registry: str, tp: int = 1, **m
             **more,
         },
     }
-    return VllmEngine(name, folder, {**vllm_arguments(model, tp), "kv_transfer_config": offloading})
+    arguments = {**vllm_arguments(model, tp), "block_size": block}
+    return VllmEngine(name, folder, {**arguments, "kv_transfer_config": offloading})
 
 
 @pytest.fixture(scope="module")

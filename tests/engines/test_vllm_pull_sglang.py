@@ -27,8 +27,10 @@ pytestmark = [
         not SGLANG_PYTHON.exists(), reason="SGLang's environment is not here: `.ci/setup sglang` makes it"
     ),
 ]
+# Two of vLLM's blocks: one of its engines has blocks as large, the other has two in each chunk.
+PAGE = 2 * BLOCK
 PAGES = 6
-PROMPT = PAGES * BLOCK + 3
+PROMPT = PAGES * PAGE + 3
 
 
 @pytest.fixture(scope="module")
@@ -39,26 +41,42 @@ def registry() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def engines(registry: str, folder: Path, reference: Reference) -> Iterator[tuple[Engine, VllmEngine]]:
-    """Pages of one size, which is all that both need."""
+def sglang(registry: str, folder: Path, reference: Reference) -> Iterator[Engine]:
+    """Its pages are as large as vLLM's chunks, which is all that is needed."""
     place = {"KVGRPC_CACHE_LISTEN": f"{LOCAL}:0", "KVGRPC_ENGINE": "sglang", "KVGRPC_REGISTRY": registry}
-    sglang = started(
+    engine = started(
         folder,
         reference,
         engine=Sglang,
         environment={**place, "KVGRPC_DATA_PLANE": "shm"},
-        sizes={"page_size": BLOCK},
-        pull={"exported_pages": 64, "answer_timeout": 5.0},
+        sizes={"page_size": PAGE},
+        timeout=8.0,  # a busy machine's engines may send nothing for seconds
+        pull={"exported_pages": 64, "answer_timeout": 8.0, "stall_timeout": 8.0},
     )
-    vllm = opened("vllm", folder, reference.path, registry)
     try:
-        sglang.wait_ready()
-        vllm.wait_ready()
-        wait_until(lambda: known(registry) == {"sglang", "vllm"}, 60)
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def engines(sglang: Engine, registry: str, folder: Path, reference: Reference) -> Iterator[tuple[Engine, VllmEngine]]:
+    vllm = opened("vllm", folder, reference.path, registry, block=PAGE)
+    try:
+        start(sglang, vllm, registry)
         yield sglang, vllm
     finally:
-        sglang.close()
         vllm.close()
+
+
+def start(sglang: Engine, vllm: VllmEngine, registry: str) -> None:
+    sglang.wait_ready()
+    sglang.stop()  # its scheduler polls without a pause
+    try:
+        vllm.wait_ready()
+    finally:
+        sglang.go_on()
+    wait_until(lambda: len(known(registry) & {"sglang", vllm.role}) == 2, 60)
 
 
 def known(registry: str) -> set[str]:
@@ -93,17 +111,17 @@ def test_a_prompt_that_sglang_computed_is_taken_by_vllm(
     case = reference.case(PROMPT)
     ask(sglang, case)
     assert sglang.is_empty(30), "SGLang empties its cache when its backups are over"
-    assert ask(vllm, case) == PAGES * BLOCK
+    assert ask(vllm, case) == PAGES * PAGE
     with cache_of(registry, "vllm") as client:
         assert taken_by(client) == [("sglang", PAGES)]
 
 
 def test_vllm_computes_the_rest_of_a_longer_prompt(engines: tuple[Engine, VllmEngine], reference: Reference) -> None:
     sglang, vllm = engines
-    shorter = reference.case(4 * BLOCK)
+    shorter = reference.case(4 * PAGE)
     ask(sglang, shorter)
     assert sglang.is_empty(30)
-    assert ask(vllm, reference.case(7 * BLOCK + 5, prefix=shorter.prompt)) == 4 * BLOCK
+    assert ask(vllm, reference.case(7 * PAGE + 5, prefix=shorter.prompt)) == 4 * PAGE
 
 
 def test_a_router_has_a_prompt_of_sglang_pulled_before_its_request_comes(
@@ -118,7 +136,7 @@ def test_a_router_has_a_prompt_of_sglang_pulled_before_its_request_comes(
         for message in client.watch_operations([operation.operation_id]):
             operation = message.operations[-1] if message.operations else operation
         assert (operation.state, operation.completed_pages) == (pb.OPERATION_STATE_DONE, PAGES)
-    assert ask(vllm, case) == PAGES * BLOCK
+    assert ask(vllm, case) == PAGES * PAGE
 
 
 def test_a_prompt_that_vllm_computed_is_taken_by_sglang(
@@ -130,9 +148,30 @@ def test_a_prompt_that_vllm_computed_is_taken_by_sglang(
         ask(vllm, case)
         pages = pb.PromptPages(tokens=case.prompt)
         wait_until(lambda: vllms.lookup(pages).host_pages == PAGES, 30)
-        assert ask(sglang, case) == PAGES * BLOCK
+        assert ask(sglang, case) == PAGES * PAGE
         assert taken_by(sglangs)[0] == ("vllm", PAGES)
     assert sglang.is_empty(30) and vllm.is_empty()
+
+
+def test_a_vllm_whose_workers_share_a_chunk_takes_what_one_rank_computed_and_lends_it_its_own(
+    sglang: Engine, registry: str, folder: Path, reference: Reference
+) -> None:
+    """Two workers with half of the heads each, which the canonical layout puts beside each other, block by block."""
+    two = opened("two", folder, reference.path, registry, 2, canonical_layout=True, blocks_per_chunk=PAGE // BLOCK)
+    try:
+        start(sglang, two, registry)
+        case = reference.case(PROMPT)
+        ask(sglang, case)
+        assert sglang.is_empty(30)
+        assert ask(two, case) == PAGES * PAGE
+        with cache_of(registry, "two") as client:
+            back = reference.case(PROMPT)
+            ask(two, back)
+            pages = pb.PromptPages(tokens=back.prompt)
+            wait_until(lambda: client.lookup(pages).host_pages == PAGES, 30)
+            assert ask(sglang, back) == PAGES * PAGE
+    finally:
+        two.close()
 
 
 def test_a_holder_of_another_kind_that_was_killed_costs_a_computed_prompt(

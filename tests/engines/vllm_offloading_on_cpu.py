@@ -16,7 +16,6 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 class TieringOnCpu(TieringOffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        assert self.blocks_per_chunk == 1
         region = SharedOffloadRegion(
             engine_id=self.config.engine_id,
             num_chunks=self.num_chunks,
@@ -26,29 +25,45 @@ class TieringOnCpu(TieringOffloadingSpec):
         )
         if self.config.canonical_layout:
             self._validate_canonical_refs(kv_caches)
-            return CanonicalMemcpy(kv_caches, region)
-        return Memcpy(kv_caches, region)
+            return CanonicalMemcpy(kv_caches, region, self.blocks_per_chunk)
+        return Memcpy(kv_caches, region, self.blocks_per_chunk)
 
 
 class Memcpy(OffloadingWorker):
-    def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion) -> None:
-        self._region = region
+    def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int) -> None:
+        self._region, self._blocks = region, blocks_per_chunk
         views = self._host_views(kv_caches, region)
         caches = [each.tensor.view(torch.int8).view(-1, each.page_size_bytes) for each in kv_caches.tensors]
         self._pairs = list(zip(caches, views, strict=True))
         self._finished: list[TransferResult] = []
 
     def _host_views(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion) -> list[torch.Tensor]:
-        return [region.create_next_worker_view(each.page_size_bytes) for each in kv_caches.tensors]
+        return [
+            self._by_block(region.create_next_worker_view(each.page_size_bytes * self._blocks))
+            for each in kv_caches.tensors
+        ]
+
+    def _by_block(self, view: torch.Tensor) -> torch.Tensor:
+        """Chunk, block, bytes."""
+        return view.unflatten(1, (self._blocks, -1))
+
+    def _places(self, device: GPULoadStoreSpec, host: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Blocks of the device; and in the host's memory the chunk of each, and its place there. The first block may be
+        in the middle of its chunk."""
+        blocks, (first,) = torch.as_tensor(device.block_ids), device.block_indices
+        behind = torch.arange(len(blocks)) + int(first) % self._blocks
+        return blocks, torch.as_tensor(host.block_ids)[behind // self._blocks], behind % self._blocks
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
+        blocks, chunks, places = self._places(src_spec, dst_spec)
         for cache, host in self._pairs:
-            host[torch.as_tensor(dst_spec.block_ids)] = cache[torch.as_tensor(src_spec.block_ids)]
+            host[chunks, places] = cache[blocks]
         return self._done(job_id, src_spec)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec, expedited: bool = False) -> bool:
+        blocks, chunks, places = self._places(dst_spec, src_spec)
         for cache, host in self._pairs:
-            cache[torch.as_tensor(dst_spec.block_ids)] = host[torch.as_tensor(src_spec.block_ids)]
+            cache[blocks] = host[chunks, places]
         return self._done(job_id, dst_spec)
 
     def get_finished(self) -> list[TransferResult]:
@@ -63,7 +78,7 @@ class Memcpy(OffloadingWorker):
         self._region.cleanup()
 
     def _done(self, job_id: int, spec: GPULoadStoreSpec) -> bool:
-        size = len(spec.block_ids) * sum(host.shape[1] for _, host in self._pairs)
+        size = len(spec.block_ids) * sum(host.shape[2] for _, host in self._pairs)
         self._finished.append(TransferResult(job_id, True, size, time.get_clock_info("monotonic").resolution))
         return True
 
@@ -77,21 +92,22 @@ class CanonicalMemcpy(Memcpy):
         for ref in self._refs:
             assert ref.mapping is not None
             sizes[ref.tensor_idx] = max(sizes[ref.tensor_idx], ref.mapping.canonical_page_size_bytes)
-        return [region.create_next_canonical_view(size) for size in sizes]
+        return [self._by_block(region.create_next_canonical_view(size * self._blocks)) for size in sizes]
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
-        blocks, chunks = torch.as_tensor(src_spec.block_ids), torch.as_tensor(dst_spec.block_ids)
+        blocks, chunks, places = self._places(src_spec, dst_spec)
+        numbers = chunks * self._blocks + places
         for ref in self._refs:
-            written = torch.tensor([ref.mapping.is_writer(int(chunk)) for chunk in chunks], dtype=torch.bool)
-            self._copy(ref, blocks[written], chunks[written], store=True)
+            its = torch.tensor([ref.mapping.is_writer(int(number)) for number in numbers], dtype=torch.bool)
+            self._copy(ref, blocks[its], chunks[its], places[its], store=True)
         return self._done(job_id, src_spec)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec, expedited: bool = False) -> bool:
         for ref in self._refs:
-            self._copy(ref, torch.as_tensor(dst_spec.block_ids), torch.as_tensor(src_spec.block_ids), store=False)
+            self._copy(ref, *self._places(dst_spec, src_spec), store=False)
         return self._done(job_id, dst_spec)
 
-    def _copy(self, ref: Any, blocks: torch.Tensor, chunks: torch.Tensor, store: bool) -> None:
+    def _copy(self, ref: Any, blocks: torch.Tensor, chunks: torch.Tensor, places: torch.Tensor, store: bool) -> None:
         cache, host = self._pairs[ref.tensor_idx]
         for run in ref.mapping.runs:
             for number in range(run.num_fragments):
@@ -99,6 +115,6 @@ class CanonicalMemcpy(Memcpy):
                 there = run.canonical_offset + number * run.canonical_stride
                 here, away = slice(at, at + run.fragment_size), slice(there, there + run.fragment_size)
                 if store:
-                    host[chunks, away] = cache[blocks, here]
+                    host[chunks, places, away] = cache[blocks, here]
                 else:
-                    cache[blocks, here] = host[chunks, away]
+                    cache[blocks, here] = host[chunks, places, away]

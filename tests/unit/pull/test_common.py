@@ -12,36 +12,47 @@ from kvgrpc.prefetch.storage.keys import PageIdentity
 from kvgrpc.pull.common import ORDER, PageAxes, is_common
 
 Bytes = npt.NDArray[np.uint8]
-SIZES = {"kv": 2, "layer": 3, "token": 4, "head": 5}
-HEAD_BYTES = 6
+LAYERS, TOKENS, HEADS, HEAD_BYTES = 3, 4, 5, 6
+OF_ONE_BLOCK = tuple(axis for axis in ORDER if axis != "block")
 
 
-def page_in(order: tuple[str, ...]) -> Bytes:
+def page_in(order: tuple[str, ...], blocks: int) -> Bytes:
     """Each byte says where it belongs."""
-    belongs = np.arange(2 * 3 * 4 * 5 * HEAD_BYTES, dtype=np.uint16).astype(np.uint8).reshape(*SIZES.values(), -1)
-    return np.ascontiguousarray(belongs.transpose(*(ORDER.index(axis) for axis in order), 4)).reshape(-1)
+    sizes = (2, LAYERS, blocks, TOKENS, HEADS, HEAD_BYTES)
+    belongs = np.arange(np.prod(sizes), dtype=np.uint16).astype(np.uint8).reshape(sizes)
+    whole = order if "block" in order else ("block", *order)
+    return np.ascontiguousarray(belongs.transpose(*(ORDER.index(axis) for axis in whole), 5)).reshape(-1)
 
 
-@pytest.mark.parametrize("order", list(permutations(ORDER)), ids="-".join)
-def test_a_page_of_any_order_is_copied_to_the_common_one_and_back(order: tuple[str, ...]) -> None:
-    axes = PageAxes(order, 3, 4, 5, HEAD_BYTES)
-    own, common, back = page_in(order), np.zeros(axes.nbytes, np.uint8), np.zeros(axes.nbytes, np.uint8)
-    assert own.nbytes == axes.nbytes and axes.is_common == (order == ORDER)
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_a_page_of_any_order_is_copied_to_the_common_one_and_back(blocks: int) -> None:
+    orders = [*permutations(ORDER), *(permutations(OF_ONE_BLOCK) if blocks == 1 else ())]
+    for order in orders:
+        check(PageAxes(order, LAYERS, TOKENS, HEADS, HEAD_BYTES, blocks))
+
+
+def check(axes: PageAxes) -> None:
+    order, blocks = axes.order, axes.blocks
+    own, common, back = page_in(order, blocks), np.zeros(axes.nbytes, np.uint8), np.zeros(axes.nbytes, np.uint8)
+    assert own.nbytes == axes.nbytes and axes.is_common == (order in (ORDER, OF_ONE_BLOCK))
     axes.to_common(own.ctypes.data, common.ctypes.data)
-    assert (common == page_in(ORDER)).all()
+    assert (common == page_in(ORDER, blocks)).all(), order
     axes.from_common(common.ctypes.data, back.ctypes.data)
-    assert (back == own).all()
+    assert (back == own).all(), order
 
 
 def test_axes_that_are_not_those_of_a_page_are_refused() -> None:
     with pytest.raises(ValueError, match="head"):
-        PageAxes(("kv", "layer", "token"), 3, 4, 5, HEAD_BYTES)
+        PageAxes(("kv", "layer", "token"), LAYERS, TOKENS, HEADS, HEAD_BYTES)
+    with pytest.raises(ValueError, match="3 blocks"):
+        PageAxes(OF_ONE_BLOCK, LAYERS, TOKENS, HEADS, HEAD_BYTES, blocks=3)
 
 
 def test_what_a_page_is_does_not_depend_on_the_order_at_its_engine() -> None:
     own = PageIdentity(model="m", revision="r", dtype="bfloat16", layout="its own", page_size=4)
-    found = {PageAxes(order, 3, 4, 5, HEAD_BYTES).identity(own) for order in permutations(ORDER)}
+    found = {PageAxes(order, LAYERS, TOKENS, HEADS, HEAD_BYTES).identity(own) for order in permutations(ORDER)}
+    found.add(PageAxes(ORDER, LAYERS, 1, HEADS, HEAD_BYTES, blocks=TOKENS).identity(own))
     (identity,) = found
     assert is_common(identity.layout) and not is_common(own.layout)
     assert (identity.model, identity.revision, identity.dtype, identity.page_size) == ("m", "r", "bfloat16", 4)
-    assert PageAxes(ORDER, 4, 4, 5, HEAD_BYTES).identity(own) != identity
+    assert PageAxes(ORDER, LAYERS + 1, TOKENS, HEADS, HEAD_BYTES).identity(own) != identity

@@ -12,13 +12,13 @@ from kvgrpc.prefetch.pools.shape import DTYPE_BYTES
 from kvgrpc.pull.common import DTYPES, PageAxes
 from kvgrpc.pull.names import NotedNames
 
-# A block of a layer, by vLLM's layout and attention backend: vllm/v1/attention/backends, what forward() makes of it.
+# A chunk, by vLLM's layout and attention backend: vllm/v1/attention/backends, what forward() makes of it.
 _ORDERS = {
-    ("LBHNC", "CPU_ATTN"): ("layer", "head", "kv", "token"),
-    ("LBHNC", "FLASH_ATTN"): ("layer", "head", "token", "kv"),
-    ("LBHNC", "TRITON_ATTN"): ("layer", "head", "token", "kv"),
-    ("LBNHC", "FLASH_ATTN"): ("layer", "token", "head", "kv"),
-    ("LBNHC", "TRITON_ATTN"): ("layer", "token", "head", "kv"),
+    ("LBHNC", "CPU_ATTN"): ("layer", "block", "head", "kv", "token"),
+    ("LBHNC", "FLASH_ATTN"): ("layer", "block", "head", "token", "kv"),
+    ("LBHNC", "TRITON_ATTN"): ("layer", "block", "head", "token", "kv"),
+    ("LBNHC", "FLASH_ATTN"): ("layer", "block", "token", "head", "kv"),
+    ("LBNHC", "TRITON_ATTN"): ("layer", "block", "token", "head", "kv"),
 }
 
 
@@ -41,7 +41,7 @@ def attention_facts(worker: Any) -> AttentionFacts | None:
 
 
 def axes_of(spec: Any, config: Any, workers: Sequence[AttentionFacts | None], chunk_bytes: int) -> PageAxes | None:
-    """None for chunks that are not one block of each layer, all of one size and with all heads, in an order that is
+    """None for chunks that are not blocks of each layer, all of one size and with all heads, in an order that is
     known. ``spec``: of the offloading; ``config``: vLLM's; ``workers``: all of the engine."""
     its, first = spec.config, workers[0] if workers else None
     if first is None or set(workers) != {first} or not _is_whole(its):
@@ -58,15 +58,15 @@ def axes_of(spec: Any, config: Any, workers: Sequence[AttentionFacts | None], ch
         return None
     if element_bytes != DTYPE_BYTES[dtype]:  # quantised, whatever the configuration calls it
         return None
-    axes = PageAxes(order, len(names), tokens, config.model_config.get_total_num_kv_heads(), head_size * element_bytes)
+    heads, blocks = config.model_config.get_total_num_kv_heads(), its.cache.blocks_per_chunk
+    axes = PageAxes(order, len(names), tokens, heads, head_size * element_bytes, blocks)
     return axes if axes.nbytes == chunk_bytes else None  # else something else lies in a chunk too
 
 
 def _is_whole(its: Any) -> bool:
-    """True if a chunk is one block of all workers: with the canonical layout their heads lie beside each other."""
+    """True if a block of a chunk is of all workers: with the canonical layout their heads lie beside each other."""
     size = its.parallel.world_size
-    of_all = size == 1 or (its.canonical_layout and size == its.parallel.tp_size)
-    return bool(of_all and its.cache.blocks_per_chunk == 1)
+    return bool(size == 1 or (its.canonical_layout and size == its.parallel.tp_size))
 
 
 def _layer_facts(layer: Any) -> tuple[int, int, int, int] | None:
