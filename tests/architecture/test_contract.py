@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(300)  # each starts buf
 ROOT = Path(__file__).parents[2]
 PROTOS = sorted((ROOT / "protos/kvgrpc/v1").glob("*.proto"))
 MODULE = re.findall(r"^module (\S+)$", (ROOT / "clients/go/go.mod").read_text(), re.MULTILINE)[0]
