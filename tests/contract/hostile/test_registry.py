@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import MAX_EPOCH, MAX_REGIONS, new_epoch
 from kvgrpc.registry import wire
+from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
@@ -63,6 +65,27 @@ async def test_the_largest_registration_takes_many_turns_of_the_loop_and_others_
     await served.stop()
     assert sum(turns) == 300_000
     assert max(turns) <= 2 * 4_000  # a row alone takes longer than a piece of a turn may
+
+
+async def test_the_largest_renewal_takes_many_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    renewed, keep_alive = list[int](), MemoryStore.keep_alive
+
+    async def counted(self: MemoryStore, lease_ids: Sequence[int]) -> list[int]:
+        renewed.append(len(lease_ids))
+        return await keep_alive(self, lease_ids)
+
+    served = await Served().start()
+    async with open_channel(served.address) as channel:
+        stub = RegistryServiceStub(channel)
+        (lease,) = (await stub.Register(registration(1, 1), timeout=20)).leases
+        monkeypatch.setattr(MemoryStore, "keep_alive", counted)
+        nobodys = [number for number in range(1, wire.MAX_LEASES_PER_REQUEST + 1) if number != lease.lease_id]
+        call: Any = stub.KeepAlive(timeout=60)
+        await call.write(pb.KeepAliveRequest(lease_ids=[*nobodys[1:], lease.lease_id]))
+        assert list((await call.read()).unknown_lease_ids) == nobodys[1:]
+        await call.done_writing()
+    await served.stop()
+    assert sum(renewed) == len(nobodys) and max(renewed) <= 4_096
 
 
 @pytest.mark.parametrize("ahead", [11 * 60, None])
