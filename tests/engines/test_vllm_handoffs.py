@@ -88,13 +88,14 @@ def worker_with(monkeypatch: pytest.MonkeyPatch, *pools: str, rank: Any = None) 
     rank = rank or SimpleNamespace(transfer=object(), ref="rank", address="127.0.0.1:1")
     for name, value in {
         "get_tensor_model_parallel_rank": 0,
+        "get_pp_group": SimpleNamespace(rank_in_group=0),
         "WorkerProcess": place,
         "pools_of": [SimpleNamespace(name=name, page_bytes=PAGE_BYTES) for name in pools],
         "model_of": None,
         "rank_config": None,
         "open_rank": rank,
     }.items():
-        monkeypatch.setattr(module, name, lambda *_, value=value: value)
+        monkeypatch.setattr(module, name, lambda *_, value=value, **__: value)
     return Worker(None, None, {})
 
 
