@@ -106,7 +106,7 @@ def _register_ours(desk: Desk, address: str, ranks: int) -> float:
     from kvgrpc.model import Layout, Pool, PoolKind, RankId, RankRef, Region, Role
     from kvgrpc.registry.model import Endpoints, RankRow
     from kvgrpc.registry.wire import PoolCache, row_to_pb
-    from kvgrpc.rpc.channel import open_channel
+    from kvgrpc.rpc.dialing.channel import open_channel
     from kvgrpc.v1 import registry_service_pb2 as pb
     from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 
@@ -171,7 +171,7 @@ def _follow_ours(desk: Desk, address: str, watchers: int, ranks: int) -> float:
     from kvgrpc.model import Layout, RankId, RankRef, Role
     from kvgrpc.registry.model import Endpoints, RankRow
     from kvgrpc.registry.wire import PoolCache, row_to_pb
-    from kvgrpc.rpc.channel import open_channel
+    from kvgrpc.rpc.dialing.channel import open_channel
     from kvgrpc.v1 import registry_service_pb2 as pb
     from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 

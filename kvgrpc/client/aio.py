@@ -19,8 +19,8 @@ from kvgrpc.client.stall import StallDetector
 from kvgrpc.client.watch import WatchPart, part_of
 from kvgrpc.errors import InvalidRequest, KvGrpcError, PeerUnreachable
 from kvgrpc.net import check_target
-from kvgrpc.rpc.channel import open_channel, retire
-from kvgrpc.rpc.retry import may_repeat, repeated
+from kvgrpc.rpc.dialing.channel import open_channel, retire
+from kvgrpc.rpc.dialing.retry import may_repeat, repeated
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.rpc.status import error_from
 from kvgrpc.rpc.within import LONGEST_SECONDS, check_seconds

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from kvgrpc.client.aio import Client
 from kvgrpc.errors import InvalidRequest, KvGrpcError
+from kvgrpc.rpc.dialing.retry import may_repeat
 from kvgrpc.rpc.loop import LoopThread
-from kvgrpc.rpc.retry import may_repeat
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.rpc.within import check_seconds
 from kvgrpc.v1 import index_service_pb2 as pb

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from kvgrpc.errors import KvGrpcError
-from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.interceptors import ALLOWED
 from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity, Token
 from kvgrpc.rpc.server import add_methods

@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.wrappers_pb2 import StringValue
 
 from kvgrpc.errors import KvGrpcError
-from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission, interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS
 from kvgrpc.rpc.security import ServerSecurity

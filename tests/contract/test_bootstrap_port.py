@@ -16,7 +16,7 @@ import kvgrpc
 from kvgrpc.errors import AddressNotAllowed, TooManyRequests
 from kvgrpc.model import new_epoch
 from kvgrpc.observability import metrics
-from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.v1 import common_pb2, registry_service_pb2
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub

@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvgrpc.errors import CredentialsInvalid, IdentityMismatch, InvalidRequest, KvGrpcError, TooManyRequests
 from kvgrpc.model import RankId, RankRef, Role, new_epoch
 from kvgrpc.rpc.callers import CALLER, Caller, check_speaker
-from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.credentials.secrets import parse_tokens
+from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.server.port.listener import Listener

@@ -24,7 +24,7 @@ from kvgrpc.client import Client
 from kvgrpc.errors import AddressNotAllowed, Internal, InvalidRequest, KvGrpcError, ServerDraining
 from kvgrpc.model import RankId, RankRef, Role
 from kvgrpc.observability import metrics
-from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.server import add_methods
 from kvgrpc.server.port import listener as listener_module

@@ -14,7 +14,7 @@ from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Layout
 from kvgrpc.observability.metrics import REGISTRY
 from kvgrpc.rpc.callers import Who
-from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission, OpenCalls
 from kvgrpc.rpc.interceptors.call import Method
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from kvgrpc.client import SyncClient
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.log.digest import hash_key
 from kvgrpc.hashing import sglang_event_hash
-from kvgrpc.server import IndexServer, RegistryServer
+from kvgrpc.server import IndexServer
 from kvgrpc.v1 import index_service_pb2 as pb
-from tests.contract.cache.test_pull import PATIENT, Fleet, peer_of, pulled
 from tests.support.cache_serving import SHAPE, CacheRank, hashes_of, prompt
+from tests.support.pull_fleet import PATIENT, PullFleet, peer_of, pulled
 from tests.support.waiting import wait_until
 
 HASHES = hashes_of(prompt(12))
@@ -26,29 +27,21 @@ EVENTS = {"publisher": "null"}
 
 
 @pytest.fixture
-def registry() -> Iterator[str]:
-    server = RegistryServer(["127.0.0.1:0"]).open()
-    yield server.address
-    server.close()
+def fleet(tmp_path: Path) -> Iterator[PullFleet]:
+    with closing(PullFleet(tmp_path)) as opened:
+        yield opened
 
 
 @pytest.fixture
-def index(registry: str) -> Iterator[SyncClient]:
-    server = IndexServer(["127.0.0.1:0"], registry=registry).open()
+def index(fleet: PullFleet) -> Iterator[SyncClient]:
+    server = IndexServer(["127.0.0.1:0"], registry=fleet.registry).open()
     with SyncClient(server.address) as client:
         yield client
     server.close()
 
 
 @pytest.fixture
-def fleet(registry: str, tmp_path: Path) -> Iterator[Fleet]:
-    opened = Fleet(registry, tmp_path)
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def pair(fleet: Fleet, index: SyncClient) -> tuple[CacheRank, CacheRank]:
+def pair(fleet: PullFleet, index: SyncClient) -> tuple[CacheRank, CacheRank]:
     """A holder of the prompt that has a long queue, and a taker that has nothing to do."""
     limits = replace(PATIENT, batch_pages=12)  # as few as four at a time say nothing of a rate
     holder = fleet.open("holder", events=EVENTS, limits=limits)
@@ -144,6 +137,6 @@ def test_bad_input_is_refused_with_its_field(index: SyncClient, request_: pb.Pla
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-def test_an_engine_cannot_say_what_is_no_speed(fleet: Fleet, value: float) -> None:
+def test_an_engine_cannot_say_what_is_no_speed(fleet: PullFleet, value: float) -> None:
     with pytest.raises(InvalidRequest):
         fleet.open("holder").rank.load.say(prefill_tokens_per_second=value)

@@ -28,7 +28,7 @@ from kvgrpc.registry.client import registration as registration_module
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.model import Lease, RankRow, RankSelector
-from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity, Token
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceServicer, add_RegistryServiceServicer_to_server

@@ -10,7 +10,7 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import IdentityMismatch, InvalidRequest, PermissionDenied
-from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.interceptors import ALLOWED
 from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity
 from kvgrpc.server import RegistryServer

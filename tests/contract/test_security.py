@@ -26,9 +26,9 @@ from kvgrpc.errors import (
 )
 from kvgrpc.observability import metrics
 from kvgrpc.observability.logging import RateLimited
-from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.credentials import reloading
 from kvgrpc.rpc.credentials.tokens import authorization
+from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.interceptors import ALLOWED
 from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity
 from kvgrpc.rpc.server import add_methods

@@ -24,9 +24,9 @@ from kvgrpc.client import (
     SyncPrefixIndex,
 )
 from kvgrpc.errors import InvalidRequest, PeerUnreachable
-from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.credentials import tls
 from kvgrpc.rpc.credentials.tls import ServerCertificates
+from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.security import CallerRole, ServerSecurity, Token
 from kvgrpc.server import RegistryServer
 from kvgrpc.v1.prefetch_service_pb2 import PromptPages

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.support import link as network
+from tests.support.copying import copies
 from tests.support.etcd_replicas import etcd, replicas
 from tests.support.pairs import data_plane, pair, start
 
-__all__ = ["data_plane", "etcd", "pair", "replicas", "start"]
+__all__ = ["copies", "data_plane", "etcd", "pair", "replicas", "start"]
 
 MOUNT_SECONDS = 20.0
 

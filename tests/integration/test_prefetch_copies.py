@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -38,13 +37,6 @@ DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float32": torch.float32,
 }
-
-
-@pytest.fixture
-def copies() -> Iterator[CopyEngine]:
-    made = engine(shape_of("mha", "float16"), HostLayout.PAGE_FIRST_DIRECT, IoBackend.KERNEL)
-    yield made
-    made.close(SECONDS)
 
 
 @pytest.mark.parametrize("device", DEVICES)

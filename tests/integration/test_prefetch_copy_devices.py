@@ -23,16 +23,8 @@ from tests.support.copying import (
     engine,
     fails_at_layer,
     fill,
-    shape_of,
     taken,
 )
-
-
-@pytest.fixture
-def copies() -> Iterator[CopyEngine]:
-    made = engine(shape_of("mha", "float16"), HostLayout.PAGE_FIRST_DIRECT, IoBackend.KERNEL)
-    yield made
-    made.close(SECONDS)
 
 
 class TestDevicesThatLag:

@@ -30,13 +30,6 @@ from tests.support.copying import (
 from tests.support.waiting import wait_until
 
 
-@pytest.fixture
-def copies() -> Iterator[CopyEngine]:
-    made = engine(shape_of("mha", "float16"), HostLayout.PAGE_FIRST_DIRECT, IoBackend.KERNEL)
-    yield made
-    made.close(SECONDS)
-
-
 def test_pieces_merge_in_order_of_host_pages() -> None:
     one = CopyOperation(1, Direction.DOWN, as_pages([5, 6]), as_pages([2, 9]))
     two = CopyOperation(2, Direction.DOWN, as_pages([1]), as_pages([3]))

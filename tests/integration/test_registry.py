@@ -22,7 +22,7 @@ from kvgrpc.model import Layout, RankId, RankRef, Role, new_epoch
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.model import EVERY_RANK, Endpoints, RankRow, ResolvedEngine
-from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
@@ -58,7 +58,7 @@ import asyncio, functools, sys
 from kvgrpc.model import Layout, RankId, RankRef, Role, new_epoch
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.model import Endpoints, RankRow
-from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.dialing.channel import open_channel
 
 async def main(address, dp, ranks):
     rows = [

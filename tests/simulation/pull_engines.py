@@ -13,12 +13,12 @@ from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, PeerUnreachable,
 from kvgrpc.model import Layout, RankRef
 from kvgrpc.prefetch.storage.base import PageResult
 from kvgrpc.pull.book import PullBook
-from kvgrpc.pull.landing import Landing
-from kvgrpc.pull.lender import Lender, Loan
+from kvgrpc.pull.lending.lender import Lender, Loan
 from kvgrpc.pull.model import Found, Holder, Lent
-from kvgrpc.pull.peers import PeersBackend
-from kvgrpc.pull.silent import SilentHolders
-from kvgrpc.pull.taker import Taker
+from kvgrpc.pull.taking.landing import Landing
+from kvgrpc.pull.taking.peers import PeersBackend
+from kvgrpc.pull.taking.silent import SilentHolders
+from kvgrpc.pull.taking.taker import Taker
 from kvgrpc.pull.waits import ForAnswer, ForPages, ForRoom, Waiting
 from kvgrpc.transfer import KVReceiver
 from kvgrpc.transfer.layout.pools import CopiedPages, destination_of, pages_of_pools

@@ -11,11 +11,11 @@ from kvgrpc.errors import Failure
 from kvgrpc.model import RankId
 from kvgrpc.prefetch.storage.base import PageBuffers, PageResult
 from kvgrpc.pull.common import PageAxes
-from kvgrpc.pull.holders import check_lent
-from kvgrpc.pull.lender import Lender, Loan
+from kvgrpc.pull.lending.lender import Lender, Loan
 from kvgrpc.pull.model import Found, Holder, Lent
 from kvgrpc.pull.staging import StagingPages
-from kvgrpc.pull.taker import Taker
+from kvgrpc.pull.taking.holders import check_lent
+from kvgrpc.pull.taking.taker import Taker
 from kvgrpc.transfer import KVReceiver
 from kvgrpc.transfer.protocol.types import RoomKey
 from kvgrpc.transfer.runtime.boundary import EngineHandle

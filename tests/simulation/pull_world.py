@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from kvgrpc.model import RankId
-from kvgrpc.pull.lender import UNOPENED_SECONDS, Loan
+from kvgrpc.pull.lending.lender import UNOPENED_SECONDS, Loan
 from kvgrpc.transfer.protocol.types import Target
 from tests.simulation.fleet import Singles
 from tests.simulation.hostile import LyingCore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,6 +30,13 @@ def shape_of(kind: str, dtype: str) -> PageShape:
         sizes = {"k": 64, "v": 64, "latent": 48, "indexer": 12, "state": 7}
         return PageShape(LAYERS, 4, tuple(Component(*each) for each in sizes.items()), dtype)
     return PageShape.mla(LAYERS, 4, 20, dtype, indexer_bytes=3)
+
+
+@pytest.fixture
+def copies() -> Iterator[CopyEngine]:
+    made = engine(shape_of("mha", "float16"), HostLayout.PAGE_FIRST_DIRECT, IoBackend.KERNEL)
+    yield made
+    made.close(SECONDS)
 
 
 def engine(shape: PageShape, layout: HostLayout, backend: IoBackend, device: str = "cpu", **options: Any) -> CopyEngine:

@@ -15,8 +15,8 @@ from kvgrpc.registry import wire
 from kvgrpc.registry.model import RankRow
 from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
 from kvgrpc.registry.store.memory import MemoryRegistry, MemoryStore
-from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.credentials.audience import Audiences
+from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS
 from kvgrpc.rpc.security import ServerSecurity

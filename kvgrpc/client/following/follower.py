@@ -23,7 +23,7 @@ from kvgrpc.events.following.messages import CloseWatch, FollowerCounts, Followe
 from kvgrpc.events.following.sources import Freshness, freshness
 from kvgrpc.events.log.digest import StateDigest, TierDigest, hash_key
 from kvgrpc.observability.logging import RateLimited
-from kvgrpc.rpc.channel import open_channel, retire
+from kvgrpc.rpc.dialing.channel import open_channel, retire
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.rpc.status import error_from
 from kvgrpc.rpc.within import check_seconds, within

@@ -31,10 +31,10 @@ from kvgrpc.prefetch.storage.base import (
     StorageDown,
 )
 from kvgrpc.prefetch.storage.keys import KeyMode, Keys, PageIdentity
-from kvgrpc.pull.exported import ExportedPages
-from kvgrpc.pull.lender import LentPages
+from kvgrpc.pull.lending.exported import ExportedPages
+from kvgrpc.pull.lending.lender import LentPages
 from kvgrpc.pull.model import PullConfig
-from kvgrpc.pull.peers import PeersBackend
+from kvgrpc.pull.taking.peers import PeersBackend
 from kvgrpc.settings import read
 
 logger = logging.getLogger(__name__)

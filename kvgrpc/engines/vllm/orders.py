@@ -39,9 +39,9 @@ from kvgrpc.prefetch.model import Namespace, OperationState, PrefetchLimits, Sto
 from kvgrpc.prefetch.orders import EngineOrders
 from kvgrpc.prefetch.storage.keys import KeyMode, Keys
 from kvgrpc.pull.common import CommonPages
-from kvgrpc.pull.lender import LentPages
+from kvgrpc.pull.lending.lender import LentPages
 from kvgrpc.pull.names import NotedNames
-from kvgrpc.pull.peers import PeersBackend
+from kvgrpc.pull.taking.peers import PeersBackend
 from kvgrpc.server import RankConfig, open_cache, settings
 
 logger = logging.getLogger("vllm." + __name__)

@@ -40,7 +40,7 @@ from kvgrpc.prefetch.model import Released
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers, PageResult, PageSource, StorageBackend
 from kvgrpc.prefetch.storage.keys import KeyMode, Keys, PageIdentity
-from kvgrpc.pull.peers import PeersBackend
+from kvgrpc.pull.taking.peers import PeersBackend
 
 logger = logging.getLogger("vllm." + __name__)
 _THREADS = 2

@@ -13,7 +13,7 @@ from kvgrpc.errors import KvGrpcError, PeerUnreachable
 from kvgrpc.model import Role
 from kvgrpc.observability.logging import one_line
 from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
-from kvgrpc.rpc.channels import ChannelPool
+from kvgrpc.rpc.dialing.channels import ChannelPool
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.within import within
 from kvgrpc.v1 import common_pb2

@@ -17,8 +17,8 @@ from kvgrpc.observability.logging import one_line
 from kvgrpc.registry import wire
 from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
 from kvgrpc.registry.model import DEFAULT_TTL, RankRow
+from kvgrpc.rpc.dialing.retry import may_repeat
 from kvgrpc.rpc.loop import background
-from kvgrpc.rpc.retry import may_repeat
 from kvgrpc.rpc.within import within
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub

@@ -13,8 +13,8 @@ from kvgrpc.model import Role
 from kvgrpc.registry import wire
 from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
 from kvgrpc.registry.model import RankSelector, ResolvedEngine, absent
-from kvgrpc.rpc.channels import ChannelPool
-from kvgrpc.rpc.retry import may_repeat
+from kvgrpc.rpc.dialing.channels import ChannelPool
+from kvgrpc.rpc.dialing.retry import may_repeat
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub

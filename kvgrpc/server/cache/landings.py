@@ -9,9 +9,9 @@ from collections.abc import Callable
 from kvgrpc.errors import ServerDraining, TooManyRequests
 from kvgrpc.observability.staging import forget_staging, watch_staging
 from kvgrpc.pull.common import PageAxes
-from kvgrpc.pull.landing import Landing
 from kvgrpc.pull.model import Holder
 from kvgrpc.pull.staging import CommonLanding, StagedMemory, StagedShares, Staging
+from kvgrpc.pull.taking.landing import Landing
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer.runtime.decode_manager import DecodeManager
 

@@ -12,7 +12,7 @@ from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
 from kvgrpc.prefetch.storage.base import PageBuffers
 from kvgrpc.pull.common import DTYPES, CommonPages, PageAxes
 from kvgrpc.pull.heads import HeadRows, PageHeads, Share, divides, ranks_with
-from kvgrpc.pull.lender import LentPages
+from kvgrpc.pull.lending.lender import LentPages
 
 
 def lent_of(cache: PrefetchManager) -> LentPages:

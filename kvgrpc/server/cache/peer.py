@@ -19,14 +19,14 @@ from kvgrpc.model import EngineLoad, ModelIdentity, RankId, RankRef
 from kvgrpc.net import advertised, joined, split
 from kvgrpc.pull.book import PullBook
 from kvgrpc.pull.heads import moves
-from kvgrpc.pull.holders import Holders
-from kvgrpc.pull.lender import Lender, LentPages
+from kvgrpc.pull.lending.lender import Lender, LentPages
+from kvgrpc.pull.lending.servicer import PullServicer
 from kvgrpc.pull.model import Found, Lent, PullConfig, alone
-from kvgrpc.pull.peers import PeersBackend
-from kvgrpc.pull.servicer import PullServicer
 from kvgrpc.pull.staging import StagedMemory, StagedShares, Staging
-from kvgrpc.pull.taker import Taker
-from kvgrpc.rpc.channel import open_channel
+from kvgrpc.pull.taking.holders import Holders
+from kvgrpc.pull.taking.peers import PeersBackend
+from kvgrpc.pull.taking.taker import Taker
+from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread, background
 from kvgrpc.server.cache.landings import Landings

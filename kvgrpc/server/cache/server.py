@@ -15,11 +15,11 @@ from kvgrpc.net import advertised, replicas
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.served import ServedCache
 from kvgrpc.prefetch.servicer import PrefetchServicer
-from kvgrpc.pull.lender import LentPages
-from kvgrpc.pull.peers import PeersBackend
+from kvgrpc.pull.lending.lender import LentPages
+from kvgrpc.pull.taking.peers import PeersBackend
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.model import Endpoints, RankRow
-from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread, background
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES

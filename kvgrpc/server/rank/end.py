@@ -13,7 +13,7 @@ from kvgrpc.events.servicer import EventServicer
 from kvgrpc.model import RankRef
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.servicer import PrefetchServicer
-from kvgrpc.pull.peers import PeersBackend
+from kvgrpc.pull.taking.peers import PeersBackend
 from kvgrpc.registry.client.following import Following
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.client.resolver import Resolver

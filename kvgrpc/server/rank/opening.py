@@ -16,7 +16,7 @@ from kvgrpc.model import RankRef
 from kvgrpc.net import is_local, is_wildcard, joined, split
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.storage import open_backend
-from kvgrpc.pull.peers import PeersBackend
+from kvgrpc.pull.taking.peers import PeersBackend
 from kvgrpc.server.cache.events import TierEvents
 from kvgrpc.server.check import events_refused
 from kvgrpc.server.config import RankConfig

@@ -32,7 +32,7 @@ from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.model import Endpoints, RankRow, RankSelector, labels_of
 from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
 from kvgrpc.registry.store.memory import MemoryStore
-from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.within import check_seconds

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 import grpc
 
 from kvgrpc.errors import EngineNotFound, KvGrpcError
-from kvgrpc.rpc.channels import ChannelPool
+from kvgrpc.rpc.dialing.channels import ChannelPool
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.protocol.decode.core import DecodeRoom
 from kvgrpc.transfer.protocol.types import RoomKey, Target

@@ -18,8 +18,8 @@ from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.model import Layout, ModelIdentity, RankId, RankRef, Role
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.model import Endpoints, RankRow
-from kvgrpc.rpc.channel import open_channel
-from kvgrpc.rpc.retry import may_repeat
+from kvgrpc.rpc.dialing.channel import open_channel
+from kvgrpc.rpc.dialing.retry import may_repeat
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import index_service_pb2 as index_pb

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,78 +14,20 @@ import pytest
 from kvgrpc.cli.main import main
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.observability.metrics import REGISTRY
-from kvgrpc.prefetch.model import OperationKind, OperationState
-from kvgrpc.pull import lender
-from kvgrpc.pull.model import PullConfig, PullDirection
+from kvgrpc.prefetch.model import OperationState
+from kvgrpc.pull.lending import lender
+from kvgrpc.pull.model import PullDirection
 from kvgrpc.pull.wire import identity_to_pb
 from kvgrpc.rpc.status import error_from
-from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import pull_service_pb2 as pb
 from kvgrpc.v1.pull_service_pb2_grpc import PullServiceStub
 from kvgrpc.wire import rank_ref_to_pb
-from tests.support.cache_serving import LIMITS, SHAPE, CacheRank, hashes_of, open_cache_rank, prompt
+from tests.support.cache_serving import SHAPE, CacheRank, hashes_of, prompt
+from tests.support.pull_fleet import PullFleet, nothing_is_lent, peer_of, pulled
 from tests.support.waiting import wait_until
 
-# A busy machine may send nothing for two seconds, which is the default.
-PULL = PullConfig(staging_pages=16, answer_timeout=5.0, stall_timeout=8.0)
-PATIENT = replace(LIMITS, storage_timeout=20.0)
 
-
-@pytest.fixture
-def registry() -> Iterator[str]:
-    server = RegistryServer(["127.0.0.1:0"]).open()
-    yield server.address
-    server.close()
-
-
-class Fleet:
-    """Ranks with caches at one registry."""
-
-    def __init__(self, registry: str, path: Path) -> None:
-        self.registry, self.path = registry, path
-        self.ranks: list[CacheRank] = []
-
-    def open(self, engine: str, storage: Any = None, **changes: Any) -> CacheRank:
-        settings: dict[str, Any] = {"pull": PULL, "limits": PATIENT, **changes}
-        rank = open_cache_rank(self.path, storage, engine=engine, registry=self.registry, **settings)
-        self.ranks.append(rank)
-        return rank
-
-    def pair(self) -> tuple[CacheRank, CacheRank]:
-        """A holder, and a taker that knows it."""
-        holder, taker = self.open("holder"), self.open("taker")
-        wait_until(lambda: bool(peer_of(taker)._holders.candidates()))
-        return holder, taker
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.close()
-
-
-@pytest.fixture
-def fleet(registry: str, tmp_path: Path) -> Iterator[Fleet]:
-    opened = Fleet(registry, tmp_path)
-    yield opened
-    opened.close()
-
-
-def peer_of(rank: CacheRank) -> Any:
-    return rank.rank._parts.cache_peer
-
-
-def pulled(rank: CacheRank, hashes: list[str]) -> Any:
-    """What became of a prefetch of these pages."""
-    operation = rank.start(OperationKind.PREFETCH, hashes)
-    assert operation.wait(30.0)
-    return rank.manager.controller.book.row(operation)
-
-
-def nothing_is_lent(rank: CacheRank) -> bool:
-    staging = peer_of(rank)._lender._staging
-    return bool(staging.lending.taken == 0 and rank.manager.host.table.counts()["read"] == 0)
-
-
-def test_pages_of_another_engine_arrive_with_the_same_bytes(fleet: Fleet) -> None:
+def test_pages_of_another_engine_arrive_with_the_same_bytes(fleet: PullFleet) -> None:
     """More of them than may be lent at a time, so in several rooms."""
     holder, taker = fleet.pair()
     hashes = hashes_of(prompt(20))
@@ -107,7 +48,7 @@ def staging_pages() -> np.ndarray[Any, Any]:
     return np.array([REGISTRY.get_sample_value(name, {"direction": direction}) or 0 for name, direction in asked])
 
 
-def test_metrics_say_what_staging_memory_is_lent_and_taken(fleet: Fleet) -> None:
+def test_metrics_say_what_staging_memory_is_lent_and_taken(fleet: PullFleet) -> None:
     before = staging_pages()
     rank = fleet.open("holder")
     lending, landing = peer_of(rank)._staging.lending, peer_of(rank)._staging.landing
@@ -123,7 +64,7 @@ def test_metrics_say_what_staging_memory_is_lent_and_taken(fleet: Fleet) -> None
     assert (staging_pages() - before).tolist() == [0, 0, 0, 0]
 
 
-def test_the_pages_behind_those_that_the_taker_has_are_pulled(fleet: Fleet) -> None:
+def test_the_pages_behind_those_that_the_taker_has_are_pulled(fleet: PullFleet) -> None:
     holder, taker = fleet.pair()
     hashes = hashes_of(prompt(12))
     holder.fill(hashes)
@@ -134,7 +75,7 @@ def test_the_pages_behind_those_that_the_taker_has_are_pulled(fleet: Fleet) -> N
     assert sum(each.done for each in peer_of(taker).book.rows()) == 7
 
 
-def test_a_lookup_counts_the_pages_of_others_behind_those_that_are_here(fleet: Fleet) -> None:
+def test_a_lookup_counts_the_pages_of_others_behind_those_that_are_here(fleet: PullFleet) -> None:
     """Without what lies before them nobody knew them, and a router heard that a prefetch would bring nothing."""
     holder, taker = fleet.pair()
     hashes = hashes_of(prompt(12))
@@ -143,7 +84,7 @@ def test_a_lookup_counts_the_pages_of_others_behind_those_that_are_here(fleet: F
     assert taker.manager.lookup(hashes, 5.0) == (0, 5, 12)
 
 
-def test_what_the_holder_lacks_comes_from_storage(fleet: Fleet, tmp_path: Path) -> None:
+def test_what_the_holder_lacks_comes_from_storage(fleet: PullFleet, tmp_path: Path) -> None:
     holder = fleet.open("holder")
     taker = fleet.open("taker", "file")
     wait_until(lambda: bool(peer_of(taker)._holders.candidates()))
@@ -156,7 +97,7 @@ def test_what_the_holder_lacks_comes_from_storage(fleet: Fleet, tmp_path: Path) 
     assert sum(each.done for each in peer_of(taker).book.rows()) == 7
 
 
-def test_pages_that_are_evicted_between_question_and_answer_are_a_partial_prefetch(fleet: Fleet) -> None:
+def test_pages_that_are_evicted_between_question_and_answer_are_a_partial_prefetch(fleet: PullFleet) -> None:
     holder, taker = fleet.pair()
     hashes = hashes_of(prompt(8))
     holder.fill(hashes)
@@ -174,12 +115,12 @@ def test_pages_that_are_evicted_between_question_and_answer_are_a_partial_prefet
     assert taker.manager.host.table.counts()["reserved"] == 0
 
 
-def test_a_prompt_that_nobody_has_is_declined(fleet: Fleet) -> None:
+def test_a_prompt_that_nobody_has_is_declined(fleet: PullFleet) -> None:
     _, taker = fleet.pair()
     assert pulled(taker, hashes_of(prompt(8))).state is OperationState.DECLINED
 
 
-def test_engines_of_another_model_are_not_asked(fleet: Fleet) -> None:
+def test_engines_of_another_model_are_not_asked(fleet: PullFleet) -> None:
     holder = fleet.open("holder", model="test/other")
     taker = fleet.open("taker")
     hashes = hashes_of(prompt(8))
@@ -189,7 +130,7 @@ def test_engines_of_another_model_are_not_asked(fleet: Fleet) -> None:
     assert peer_of(taker).book.rows() == []
 
 
-def test_a_holder_that_closes_ends_a_pull_and_the_taker_goes_on(fleet: Fleet) -> None:
+def test_a_holder_that_closes_ends_a_pull_and_the_taker_goes_on(fleet: PullFleet) -> None:
     holder, taker = fleet.pair()
     hashes = hashes_of(prompt(20))
     holder.fill(hashes)
@@ -204,7 +145,7 @@ def test_a_holder_that_closes_ends_a_pull_and_the_taker_goes_on(fleet: Fleet) ->
     taker.assert_bytes(hashes[:4])
 
 
-def test_people_see_what_was_taken_and_lent(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+def test_people_see_what_was_taken_and_lent(fleet: PullFleet, capsys: pytest.CaptureFixture[str]) -> None:
     holder, taker = fleet.pair()
     hashes = hashes_of(prompt(4))
     holder.fill(hashes)
@@ -256,12 +197,12 @@ def refused(rank: CacheRank, **changes: Any) -> dict[str, str]:
         ({"counted_prompt": bytes(32), "pages": 2, "first_page": 65_535}, "pages"),
     ],
 )
-def test_bad_input_is_refused_with_its_field(fleet: Fleet, changes: dict[str, Any], field: str) -> None:
+def test_bad_input_is_refused_with_its_field(fleet: PullFleet, changes: dict[str, Any], field: str) -> None:
     assert refused(fleet.open("holder"), **changes)["field"] == field
 
 
 def test_an_engine_of_another_tensor_parallel_size_is_refused_with_that_field_and_not_asked(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
+    fleet: PullFleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     taker = fleet.open("taker")
     half = replace(
@@ -276,7 +217,7 @@ def test_an_engine_of_another_tensor_parallel_size_is_refused_with_that_field_an
     assert error_from(error.value).metadata["field"] == "identity.tp_size"
 
 
-def test_a_room_that_nobody_opens_gives_its_pages_back(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_room_that_nobody_opens_gives_its_pages_back(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lender, "UNOPENED_SECONDS", 0.5)
     holder = fleet.open("holder")
     hashes = hashes_of(prompt(3))
@@ -295,7 +236,7 @@ def test_a_room_that_nobody_opens_gives_its_pages_back(fleet: Fleet, monkeypatch
     assert row.failure is not None and "nobody opened" in row.failure.message
 
 
-def test_one_engine_has_at_most_half_of_what_may_be_lent(fleet: Fleet) -> None:
+def test_one_engine_has_at_most_half_of_what_may_be_lent(fleet: PullFleet) -> None:
     holder = fleet.open("holder")
     hashes = hashes_of(prompt(8))
     holder.fill(hashes)

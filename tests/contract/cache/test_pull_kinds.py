@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,26 +14,16 @@ from kvgrpc.prefetch.model import OperationState
 from kvgrpc.prefetch.pools.host import Bytes
 from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
 from kvgrpc.pull.common import CommonPages
-from kvgrpc.server import RegistryServer
 from kvgrpc.server.cache import lent
-from tests.contract.cache.test_pull import Fleet, nothing_is_lent, peer_of, pulled
 from tests.support.cache_serving import CacheRank, hashes_of, prompt
+from tests.support.pull_fleet import PullFleet, nothing_is_lent, peer_of, pulled
 from tests.support.waiting import wait_until
 
 ONE_PIECE, TOKENS_FIRST = HostLayout.PAGE_FIRST_DIRECT, HostLayout.PAGE_FIRST
 LAYERS, TOKENS, HEADS, HEAD_BYTES = 3, 4, 2, 16
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    server = RegistryServer(["127.0.0.1:0"]).open()
-    opened = Fleet(server.address, tmp_path)
-    yield opened
-    opened.close()
-    server.close()
-
-
-def pair(fleet: Fleet, holder: HostLayout, taker: HostLayout, **of_holder: Any) -> tuple[CacheRank, CacheRank]:
+def pair(fleet: PullFleet, holder: HostLayout, taker: HostLayout, **of_holder: Any) -> tuple[CacheRank, CacheRank]:
     found = fleet.open("holder", host_layout=holder, **of_holder), fleet.open("taker", host_layout=taker)
     wait_until(lambda: bool(peer_of(found[1])._holders.candidates()), 10.0)
     return found
@@ -69,7 +58,7 @@ def assert_has(rank: CacheRank, hashes: Sequence[str], named: Sequence[str] | No
 
 
 @pytest.mark.parametrize(("holder", "taker"), [(ONE_PIECE, TOKENS_FIRST), (TOKENS_FIRST, ONE_PIECE)])
-def test_pages_of_another_order_arrive_in_ours(fleet: Fleet, holder: HostLayout, taker: HostLayout) -> None:
+def test_pages_of_another_order_arrive_in_ours(fleet: PullFleet, holder: HostLayout, taker: HostLayout) -> None:
     """More of them than may be lent at a time, and with what the taker has already."""
     has, takes = pair(fleet, holder, taker)
     hashes = hashes_of(prompt(14))
@@ -118,7 +107,7 @@ def other_names(monkeypatch: pytest.MonkeyPatch) -> Callable[[OtherNames], None]
 
 @pytest.mark.parametrize(("holder", "taker"), [(ONE_PIECE, TOKENS_FIRST), (TOKENS_FIRST, ONE_PIECE)])
 def test_pages_of_another_name_are_taken_as_far_as_it_is_known(
-    fleet: Fleet, other_names: Callable[[OtherNames], None], holder: HostLayout, taker: HostLayout
+    fleet: PullFleet, other_names: Callable[[OtherNames], None], holder: HostLayout, taker: HostLayout
 ) -> None:
     hashes = hashes_of(prompt(12))
     names = OtherNames([hashes[:9]])
@@ -133,7 +122,7 @@ def test_pages_of_another_name_are_taken_as_far_as_it_is_known(
 
 
 def test_a_prompt_whose_common_names_nobody_knows_is_not_asked_for(
-    fleet: Fleet, other_names: Callable[[OtherNames], None]
+    fleet: PullFleet, other_names: Callable[[OtherNames], None]
 ) -> None:
     other_names(OtherNames([]))
     has, takes = pair(fleet, ONE_PIECE, TOKENS_FIRST)
@@ -143,7 +132,7 @@ def test_a_prompt_whose_common_names_nobody_knows_is_not_asked_for(
 
 
 def test_a_holder_that_forgot_a_prompt_is_told_its_common_names(
-    fleet: Fleet, other_names: Callable[[OtherNames], None], monkeypatch: pytest.MonkeyPatch
+    fleet: PullFleet, other_names: Callable[[OtherNames], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashes = hashes_of(prompt(12))
     other_names(OtherNames([hashes]))
@@ -171,7 +160,7 @@ MLA = PageShape.mla(LAYERS, TOKENS, HEADS * HEAD_BYTES, "float16")
     ids=["tokens of a page", "heads", "latent", "type", "model", "revision"],
 )
 def test_what_cannot_be_had_is_refused_by_its_field(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture, field: str, of_holder: dict[str, Any]
+    fleet: PullFleet, caplog: pytest.LogCaptureFixture, field: str, of_holder: dict[str, Any]
 ) -> None:
     has, takes = pair(fleet, ONE_PIECE, TOKENS_FIRST, **of_holder)
     for asked in (1, 2):
@@ -180,7 +169,7 @@ def test_what_cannot_be_had_is_refused_by_its_field(
     assert nothing_is_lent(has)
 
 
-def test_another_kind_is_asked_in_its_own_words_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_kind_is_asked_in_its_own_words_once(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     has, takes = pair(fleet, ONE_PIECE, TOKENS_FIRST)
     calls = peer_of(takes)._holders
     heard, call = list[str](), calls._call
@@ -200,7 +189,7 @@ def test_another_kind_is_asked_in_its_own_words_once(fleet: Fleet, monkeypatch: 
     assert rest == ["CountPages kvgrpc-common-1", "LendPages kvgrpc-common-1"] * 3
 
 
-def test_who_was_of_another_kind_is_forgotten_when_it_is_gone(fleet: Fleet) -> None:
+def test_who_was_of_another_kind_is_forgotten_when_it_is_gone(fleet: PullFleet) -> None:
     """Else each engine that ever was would be remembered by its address."""
     has, takes = pair(fleet, ONE_PIECE, TOKENS_FIRST)
     hashes = hashes_of(prompt(2))

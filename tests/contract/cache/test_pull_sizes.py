@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,8 @@ from kvgrpc.prefetch.model import OperationKind, OperationState
 from kvgrpc.prefetch.pools.host import Bytes
 from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
 from kvgrpc.pull.model import PullConfig
-from kvgrpc.server import RegistryServer
-from tests.contract.cache.test_pull import Fleet, nothing_is_lent, peer_of
 from tests.support.cache_serving import LIMITS, REPLICATED, CacheRank, bytes_of, hashes_of, prompt
+from tests.support.pull_fleet import PullFleet, nothing_is_lent, peer_of
 from tests.support.waiting import wait_until
 
 HEADS, PAGE_TOKENS, LAYERS = 4, 4, 3
@@ -87,7 +87,7 @@ class Engine:
         return all(map(nothing_is_lent, self.ranks)) and not any(each.taken for each in slots)
 
 
-class Engines(Fleet):
+class Engines(PullFleet):
     """Engines of several ranks."""
 
     def engine(self, name: str, tp_size: int, shape: PageShape | None = None, **changes: Any) -> Engine:
@@ -106,12 +106,8 @@ class Engines(Fleet):
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[Engines]:
-    server = RegistryServer(["127.0.0.1:0"]).open()
-    opened = Engines(server.address, tmp_path)
-    yield opened
-    opened.ranks.reverse()  # a leader goes last
-    opened.close()
-    server.close()
+    with closing(Engines(tmp_path)) as opened:
+        yield opened
 
 
 @pytest.mark.parametrize(("holders", "takers"), [(2, 1), (1, 2)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,28 +13,19 @@ import pytest
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.prefetch.model import OperationState
-from kvgrpc.pull import silent
-from kvgrpc.pull.exported import ExportedPages
+from kvgrpc.pull.lending.exported import ExportedPages
 from kvgrpc.pull.model import PullConfig
-from kvgrpc.pull.silent import FIRST_SECONDS, LONGEST_SECONDS, SilentHolders
 from kvgrpc.pull.staging import StagingPages
-from kvgrpc.server import IndexServer, RegistryServer
+from kvgrpc.pull.taking import silent
+from kvgrpc.pull.taking.silent import FIRST_SECONDS, LONGEST_SECONDS, SilentHolders
+from kvgrpc.server import IndexServer
 from kvgrpc.server.cache import peer as cache_peer
 from kvgrpc.v1 import prefetch_service_pb2
-from tests.contract.cache.test_pull import PULL, Fleet, peer_of, pulled
 from tests.support.cache_serving import SHAPE, CacheRank, bytes_of, hashes_of, prompt
+from tests.support.pull_fleet import PULL, PullFleet, peer_of, pulled
 from tests.support.waiting import wait_until
 
 EVENTS = {"publisher": "null"}
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    server = RegistryServer(["127.0.0.1:0"]).open()
-    opened = Fleet(server.address, tmp_path)
-    yield opened
-    opened.close()
-    server.close()
 
 
 def heard_by(rank: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -64,7 +54,7 @@ def never_answers(rank: Any, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return asked
 
 
-def test_a_long_prompt_is_named_once_and_not_with_each_batch(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_named_once_and_not_with_each_batch(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rooms of four pages at most: with all that lies before them they would name 60 hashes and more."""
     holder, taker = fleet.pair()
     counted = heard_by(holder, "_count", monkeypatch)
@@ -77,7 +67,7 @@ def test_a_long_prompt_is_named_once_and_not_with_each_batch(fleet: Fleet, monke
     assert len(lent) >= 5 and not any(lent)
 
 
-def test_a_holder_that_forgot_a_prompt_is_told_all_of_it(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_that_forgot_a_prompt_is_told_all_of_it(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     holder, taker = fleet.pair()
     hashes = hashes_of(prompt(20))
     holder.fill(hashes)
@@ -86,7 +76,7 @@ def test_a_holder_that_forgot_a_prompt_is_told_all_of_it(fleet: Fleet, monkeypat
     taker.assert_bytes(hashes)
 
 
-def test_questions_that_end_with_one_page_and_begin_with_different_ones_get_their_own(fleet: Fleet) -> None:
+def test_questions_that_end_with_one_page_and_begin_with_different_ones_get_their_own(fleet: PullFleet) -> None:
     """Of a cache that knows pages by hash alone, as an engine's does: a second request has a part of the prompt."""
     holder, taker = fleet.pair()
     hashes = hashes_of(prompt(12))
@@ -105,7 +95,9 @@ def test_questions_that_end_with_one_page_and_begin_with_different_ones_get_thei
             assert (page == bytes_of(each)).all(), f"page {hashes.index(each)}, asked from {first} on"
 
 
-def test_what_one_holder_does_not_bring_comes_from_the_next_one(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_holder_does_not_bring_comes_from_the_next_one(
+    fleet: PullFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first says that it has all, and lends nothing."""
     liar, honest, taker = fleet.open("liar"), fleet.open("honest"), fleet.open("taker")
     wait_until(lambda: len(peer_of(taker)._holders.candidates()) == 2)
@@ -118,7 +110,7 @@ def test_what_one_holder_does_not_bring_comes_from_the_next_one(fleet: Fleet, mo
 
 
 def test_a_holder_that_does_not_answer_is_not_asked_for_each_prompt(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fleet: PullFleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And is called by its own name: it was "the registry"."""
     monkeypatch.setattr(silent, "FIRST_SECONDS", LONGEST_SECONDS)  # longer than a busy machine takes for five prompts
@@ -129,7 +121,7 @@ def test_a_holder_that_does_not_answer_is_not_asked_for_each_prompt(
     for first in range(1, 6):
         assert pulled(taker, hashes_of(prompt(4, first))).state is OperationState.DECLINED
     assert len(asked) == 1
-    (line,) = [each.getMessage() for each in caplog.records if each.name == "kvgrpc.pull.holders"]
+    (line,) = [each.getMessage() for each in caplog.records if each.name == "kvgrpc.pull.taking.holders"]
     assert f"holder at {holder.address}" in line and "registry" not in line
 
 
@@ -159,7 +151,7 @@ def test_a_pull_leaves_landing_pages_for_the_next_one() -> None:
     assert [len(each) for each in taken] == [4, 2, 1, 1]
 
 
-def test_a_cache_that_does_not_open_closes_its_data_plane(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_does_not_open_closes_its_data_plane(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     planes: list[Any] = []
     real = cache_peer._plane_like
 
@@ -178,7 +170,7 @@ def test_a_cache_that_does_not_open_closes_its_data_plane(fleet: Fleet, monkeypa
 
 
 @pytest.fixture
-def index(fleet: Fleet) -> Iterator[IndexServer]:
+def index(fleet: PullFleet) -> Iterator[IndexServer]:
     server = IndexServer(["127.0.0.1:0"], registry=fleet.registry).open()
     yield server
     server.close()
@@ -188,7 +180,7 @@ def asked_of(*ranks: CacheRank, monkeypatch: pytest.MonkeyPatch) -> list[list[in
     return [heard_by(rank, "_count", monkeypatch) for rank in ranks]
 
 
-def knows_through(index: IndexServer, fleet: Fleet, hashes: list[str]) -> tuple[CacheRank, CacheRank, CacheRank]:
+def knows_through(index: IndexServer, fleet: PullFleet, hashes: list[str]) -> tuple[CacheRank, CacheRank, CacheRank]:
     """One that has the prompt and one that has not, both told by events, and a taker that asks the index."""
     has, lacks = fleet.open("has", events=EVENTS), fleet.open("lacks", events=EVENTS)
     taker = fleet.open("taker", pull=replace(PULL, index=index.address))
@@ -199,7 +191,7 @@ def knows_through(index: IndexServer, fleet: Fleet, hashes: list[str]) -> tuple[
     return has, lacks, taker
 
 
-def test_an_index_says_who_is_asked(fleet: Fleet, index: IndexServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_says_who_is_asked(fleet: PullFleet, index: IndexServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hashes = hashes_of(prompt(6))
     has, lacks, taker = knows_through(index, fleet, hashes)
     of_has, of_lacks = asked_of(has, lacks, monkeypatch=monkeypatch)
@@ -208,7 +200,7 @@ def test_an_index_says_who_is_asked(fleet: Fleet, index: IndexServer, monkeypatc
     assert (len(of_has), len(of_lacks)) == (1, 0)
 
 
-def test_a_wrong_index_costs_one_miss(fleet: Fleet, index: IndexServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_index_costs_one_miss(fleet: PullFleet, index: IndexServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pages went without a word."""
     hashes = hashes_of(prompt(6))
     has, lacks, taker = knows_through(index, fleet, hashes)
@@ -219,7 +211,7 @@ def test_a_wrong_index_costs_one_miss(fleet: Fleet, index: IndexServer, monkeypa
     assert (len(of_has), len(of_lacks)) == (1, 0)
 
 
-def test_engines_that_publish_nothing_are_asked_whatever_the_index_says(fleet: Fleet, index: IndexServer) -> None:
+def test_engines_that_publish_nothing_are_asked_whatever_the_index_says(fleet: PullFleet, index: IndexServer) -> None:
     holder = fleet.open("holder", events=None)
     taker = fleet.open("taker", pull=replace(PULL, index=index.address))
     wait_until(lambda: bool(peer_of(taker)._holders.candidates()))
@@ -228,7 +220,7 @@ def test_engines_that_publish_nothing_are_asked_whatever_the_index_says(fleet: F
     assert pulled(taker, hashes).completed == 6
 
 
-def test_an_index_that_is_gone_leaves_the_registry(fleet: Fleet, index: IndexServer) -> None:
+def test_an_index_that_is_gone_leaves_the_registry(fleet: PullFleet, index: IndexServer) -> None:
     hashes = hashes_of(prompt(6))
     _, _, taker = knows_through(index, fleet, hashes)
     index.close()
@@ -236,7 +228,7 @@ def test_an_index_that_is_gone_leaves_the_registry(fleet: Fleet, index: IndexSer
     taker.assert_bytes(hashes)
 
 
-def test_whoever_starts_a_prefetch_may_name_the_engines(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_starts_a_prefetch_may_name_the_engines(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other, taker = fleet.open("one"), fleet.open("other"), fleet.open("taker")
     wait_until(lambda: len(peer_of(taker)._holders.candidates()) == 2)
     hashes = hashes_of(prompt(6))
@@ -251,7 +243,7 @@ def test_whoever_starts_a_prefetch_may_name_the_engines(fleet: Fleet, monkeypatc
     assert operation.completed_pages == 4 and not of_one and of_other
 
 
-def test_a_rank_that_takes_no_pages_says_so(fleet: Fleet) -> None:
+def test_a_rank_that_takes_no_pages_says_so(fleet: PullFleet) -> None:
     rank = fleet.open("alone", "file", pull=None)
     pages = prefetch_service_pb2.PromptPages(page_hashes=[bytes.fromhex(each) for each in hashes_of(prompt(6))])
     with SyncClient(rank.address) as client, pytest.raises(FeatureDisabled):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,13 @@ from kvgrpc.pull.model import Holder, PullConfig
 from kvgrpc.pull.wire import identity_to_pb
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ServerSecurity
-from kvgrpc.server import RegistryServer
 from kvgrpc.transfer import KVReceiver
 from kvgrpc.transfer.protocol.types import KVPoll
 from kvgrpc.v1 import pull_service_pb2 as pb
 from kvgrpc.v1.pull_service_pb2_grpc import PullServiceStub
 from kvgrpc.wire import rank_ref_to_pb
-from tests.contract.cache.test_pull import PATIENT, Fleet, nothing_is_lent, peer_of, pulled
 from tests.support.cache_serving import CacheRank, hashes_of, prompt
+from tests.support.pull_fleet import PATIENT, PullFleet, nothing_is_lent, peer_of, pulled
 from tests.support.secrets import bearer, proof, tokens_of
 from tests.support.waiting import wait_until
 
@@ -33,12 +33,9 @@ ROOM = 2**61 + 7
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    server = RegistryServer(["127.0.0.1:0"]).open()
-    opened = Fleet(server.address, tmp_path)
-    yield opened
-    opened.close()
-    server.close()
+def fleet(tmp_path: Path) -> Iterator[PullFleet]:
+    with closing(PullFleet(tmp_path)) as opened:
+        yield opened
 
 
 def lend(holder: CacheRank, hashes: list[str], taker: RankRef, name: str = "") -> int:
@@ -64,7 +61,7 @@ def opened_by(taker: CacheRank, holder: CacheRank, pages: int) -> KVReceiver:
     return receiver
 
 
-def test_a_lent_room_is_opened_by_its_taker_alone(fleet: Fleet) -> None:
+def test_a_lent_room_is_opened_by_its_taker_alone(fleet: PullFleet) -> None:
     holder, taker, thief = fleet.open("holder"), fleet.open("taker"), fleet.open("thief")
     hashes = hashes_of(prompt(3))
     holder.fill(hashes)
@@ -74,7 +71,7 @@ def test_a_lent_room_is_opened_by_its_taker_alone(fleet: Fleet) -> None:
     assert opened_by(taker, holder, 3).poll() is KVPoll.Success
 
 
-def test_a_rank_is_told_its_own_pulls_alone(fleet: Fleet) -> None:
+def test_a_rank_is_told_its_own_pulls_alone(fleet: PullFleet) -> None:
     tokens = "rank holder:holder\nrank taker:taker\nrank thief:thief\nrank:any\noperator boss:boss"
     security = {"server_security": ServerSecurity(tokens=tokens_of(tokens)), "client_security": proof("holder")}
     holder = fleet.open("holder", **security)
@@ -100,7 +97,7 @@ def test_a_rank_is_told_its_own_pulls_alone(fleet: Fleet) -> None:
     ],
 )
 def test_a_holder_that_says_to_be_another_or_of_any_size_is_not_believed(
-    fleet: Fleet, attribute: str, value: Any
+    fleet: PullFleet, attribute: str, value: Any
 ) -> None:
     holder, taker = fleet.pair()
     hashes = hashes_of(prompt(4))
@@ -112,7 +109,7 @@ def test_a_holder_that_says_to_be_another_or_of_any_size_is_not_believed(
 
 
 def test_nobody_puts_other_pages_under_a_prompt_that_somebody_else_had_counted(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    fleet: PullFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever has heard of a prompt's last page asks, between its question and its order, for other pages before it."""
     holder, taker = fleet.pair()
@@ -138,7 +135,7 @@ def test_nobody_puts_other_pages_under_a_prompt_that_somebody_else_had_counted(
     taker.assert_bytes(wanted)
 
 
-def test_a_loop_that_is_late_costs_no_landing_page(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_is_late_costs_no_landing_page(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     holder = fleet.open("holder")
     taker = fleet.open("taker", limits=replace(PATIENT, storage_timeout=1.0))
     wait_until(lambda: bool(peer_of(taker)._holders.candidates()), 10.0)
@@ -156,7 +153,7 @@ def test_a_loop_that_is_late_costs_no_landing_page(fleet: Fleet, monkeypatch: py
     wait_until(lambda: peer_of(taker)._staging.landing.taken == 0, 5.0)
 
 
-def test_a_loan_that_nobody_settles_any_more_gives_its_pages_back(fleet: Fleet) -> None:
+def test_a_loan_that_nobody_settles_any_more_gives_its_pages_back(fleet: PullFleet) -> None:
     holder = fleet.open("holder")
     hashes = hashes_of(prompt(3))
     holder.fill(hashes)
@@ -172,7 +169,7 @@ def test_a_loan_that_nobody_settles_any_more_gives_its_pages_back(fleet: Fleet) 
     assert not peer_of(holder).book.rows(open_only=True)
 
 
-def test_the_memory_of_a_copy_that_runs_outlives_the_close(fleet: Fleet) -> None:
+def test_the_memory_of_a_copy_that_runs_outlives_the_close(fleet: PullFleet) -> None:
     rank = fleet.open("holder", pull=PullConfig(staging_pages=16))
     peer = peer_of(rank)
     with peer._staging._copying() as may:
@@ -185,7 +182,7 @@ def test_the_memory_of_a_copy_that_runs_outlives_the_close(fleet: Fleet) -> None
     assert peer.plane.closed
 
 
-def test_who_asks_for_a_loan_by_anothers_room_takes_neither_its_pages_nor_its_row(fleet: Fleet) -> None:
+def test_who_asks_for_a_loan_by_anothers_room_takes_neither_its_pages_nor_its_row(fleet: PullFleet) -> None:
     holder = fleet.open("holder")
     hashes = hashes_of(prompt(3))
     holder.fill(hashes)

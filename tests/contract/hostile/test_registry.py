@@ -13,7 +13,7 @@ from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import MAX_EPOCH, MAX_REGIONS, new_epoch
 from kvgrpc.registry import wire
 from kvgrpc.registry.store.memory import MemoryStore
-from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub

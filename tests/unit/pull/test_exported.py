@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvgrpc.prefetch.storage.base import PageBuffers
-from kvgrpc.pull.exported import ExportedPages
+from kvgrpc.pull.lending.exported import ExportedPages
 
 PAGE_BYTES = 64
 HASHES = [f"{number:064x}" for number in range(8)]

@@ -6,8 +6,8 @@ import pytest
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Layout, RankId, RankRef
-from kvgrpc.pull.holders import check_lent
 from kvgrpc.pull.model import Holder, Lent, alone
+from kvgrpc.pull.taking.holders import check_lent
 
 LAYOUT = Layout(dp=2, pp=2, tp=4)
 HOLDER = Holder("H", "h:1", "h:2", dp=1, layout=LAYOUT, tp=3, tp_size=4)

@@ -15,7 +15,7 @@ from kvgrpc.errors import ServerDraining
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.prefetch.storage.base import PageBuffers
 from kvgrpc.pull.book import PullBook
-from kvgrpc.pull.lender import Lender
+from kvgrpc.pull.lending.lender import Lender
 from kvgrpc.pull.staging import Staging
 from tests.support.waiting import wait_until
 

@@ -9,9 +9,9 @@ from kvgrpc.errors import TooManyRequests
 from kvgrpc.prefetch.storage.base import PageResult
 from kvgrpc.pull.book import PullBook
 from kvgrpc.pull.model import Found, Holder, Lent
-from kvgrpc.pull.silent import SilentHolders
 from kvgrpc.pull.staging import StagingPages
-from kvgrpc.pull.taker import Taker
+from kvgrpc.pull.taking.silent import SilentHolders
+from kvgrpc.pull.taking.taker import Taker
 from kvgrpc.pull.waits import ForAnswer, ForPages, ForTime
 
 STALL_SECONDS = 2.0

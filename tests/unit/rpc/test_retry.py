@@ -15,7 +15,7 @@ from kvgrpc.errors import (
     TooManyRequests,
     WarmingUp,
 )
-from kvgrpc.rpc.retry import may_repeat, repeated
+from kvgrpc.rpc.dialing.retry import may_repeat, repeated
 
 
 class Server:

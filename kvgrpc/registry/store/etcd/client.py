@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from kvgrpc.errors import StoreUnavailable
 from kvgrpc.registry.store.etcd.keys import after
 from kvgrpc.registry.store.etcd.v1 import etcd_pb2 as pb
-from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import ClientSecurity
 

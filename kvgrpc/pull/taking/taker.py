@@ -12,9 +12,9 @@ from kvgrpc.errors import Failure, KvGrpcError, ServerDraining
 from kvgrpc.model import RankRef
 from kvgrpc.prefetch.storage.base import MISSING, OK, PageBuffers, PageResult, failed
 from kvgrpc.pull.book import Entry, PullBook
-from kvgrpc.pull.landing import Landing
 from kvgrpc.pull.model import Found, Holder, Lent, PullDirection
-from kvgrpc.pull.silent import SilentHolders
+from kvgrpc.pull.taking.landing import Landing
+from kvgrpc.pull.taking.silent import SilentHolders
 from kvgrpc.pull.waits import ForAnswer, ForPages, ForRoom, ForTime, Waiting, blocking
 from kvgrpc.transfer import KVReceiver
 from kvgrpc.transfer.protocol.types import MAX_ROOM

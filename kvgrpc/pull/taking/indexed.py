@@ -11,9 +11,9 @@ from kvgrpc.events.log.digest import hash_key
 from kvgrpc.hashing import sglang_event_hash
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.pull.model import Holder
-from kvgrpc.pull.silent import SilentHolders
+from kvgrpc.pull.taking.silent import SilentHolders
 from kvgrpc.registry.calls import domain_errors
-from kvgrpc.rpc.channels import ChannelPool
+from kvgrpc.rpc.dialing.channels import ChannelPool
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceStub
 

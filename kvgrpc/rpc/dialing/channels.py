@@ -8,7 +8,7 @@ from collections.abc import Callable, Container
 
 import grpc
 
-from kvgrpc.rpc.channel import retire
+from kvgrpc.rpc.dialing.channel import retire
 
 MAX_CHANNELS = 256
 # Until then a channel's own backoff is below half a second, too.

@@ -21,13 +21,13 @@ from kvgrpc.prefetch.storage.keys import PageIdentity
 from kvgrpc.pull import wire
 from kvgrpc.pull.common import CommonPages
 from kvgrpc.pull.heads import Share
-from kvgrpc.pull.indexed import IndexAnswer, IndexedHolders
 from kvgrpc.pull.model import Found, Holder, Lent, PullConfig, alone
-from kvgrpc.pull.silent import SilentHolders
+from kvgrpc.pull.taking.indexed import IndexAnswer, IndexedHolders
+from kvgrpc.pull.taking.silent import SilentHolders
 from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
 from kvgrpc.registry.model import ResolvedEngine
 from kvgrpc.registry.wire import PoolCache, engine_from_pb
-from kvgrpc.rpc.channels import ChannelPool
+from kvgrpc.rpc.dialing.channels import ChannelPool
 from kvgrpc.rpc.within import within
 from kvgrpc.transfer.protocol.types import Target
 from kvgrpc.transfer.runtime.resolve import PrefillEngine

@@ -27,7 +27,7 @@ from kvgrpc.prefetch.storage.base import (
 from kvgrpc.prefetch.storage.keys import Keys
 from kvgrpc.prefetch.storage.paged import Tally
 from kvgrpc.pull.model import Found
-from kvgrpc.pull.taker import Taker
+from kvgrpc.pull.taking.taker import Taker
 from kvgrpc.pull.waits import ForAnswer, Waiting, blocking
 
 

@@ -13,9 +13,9 @@ from kvgrpc.model import Layout, RankRef
 from kvgrpc.prefetch.storage.keys import PageIdentity
 from kvgrpc.pull import wire
 from kvgrpc.pull.book import PullBook
-from kvgrpc.pull.lender import RETRY_SECONDS, Lender, Loan
+from kvgrpc.pull.lending.lender import RETRY_SECONDS, Lender, Loan
+from kvgrpc.pull.lending.prompts import CountedPrompts
 from kvgrpc.pull.model import Lent, PullRow
-from kvgrpc.pull.prompts import CountedPrompts
 from kvgrpc.pull.staging import Staging
 from kvgrpc.rpc.blocking import BlockingCalls
 from kvgrpc.rpc.callers import caller, check_speaker

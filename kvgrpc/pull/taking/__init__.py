@@ -1,0 +1,1 @@
+"""The taker's half of a pull: whom it asks, and where pages land."""

@@ -1,0 +1,1 @@
+"""Channels to servers, and how a call is tried again."""

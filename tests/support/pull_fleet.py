@@ -1,0 +1,61 @@
+"""Ranks whose caches pull from each other, at a registry of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvgrpc.prefetch.model import OperationKind
+from kvgrpc.pull.model import PullConfig
+from kvgrpc.server import RegistryServer
+from tests.support.cache_serving import LIMITS, CacheRank, open_cache_rank
+from tests.support.waiting import wait_until
+
+# A busy machine may send nothing for two seconds, which is the default.
+PULL = PullConfig(staging_pages=16, answer_timeout=5.0, stall_timeout=8.0)
+PATIENT = replace(LIMITS, storage_timeout=20.0)
+
+
+class PullFleet:
+    """The ranks that it has opened close with it, those that came first last."""
+
+    def __init__(self, path: Path) -> None:
+        """``path``: a folder for their storage."""
+        self._path = path
+        self._registry = RegistryServer(["127.0.0.1:0"]).open()
+        self.registry = self._registry.address
+        self.ranks: list[CacheRank] = []
+
+    def open(self, engine: str, storage: Any = None, **changes: Any) -> CacheRank:
+        settings: dict[str, Any] = {"pull": PULL, "limits": PATIENT, **changes}
+        rank = open_cache_rank(self._path, storage, engine=engine, registry=self.registry, **settings)
+        self.ranks.append(rank)
+        return rank
+
+    def pair(self) -> tuple[CacheRank, CacheRank]:
+        """A holder, and a taker that knows it."""
+        holder, taker = self.open("holder"), self.open("taker")
+        wait_until(lambda: bool(peer_of(taker)._holders.candidates()))
+        return holder, taker
+
+    def close(self) -> None:
+        for rank in reversed(self.ranks):
+            rank.close()
+        self._registry.close()
+
+
+def peer_of(rank: CacheRank) -> Any:
+    return rank.rank._parts.cache_peer
+
+
+def pulled(rank: CacheRank, hashes: list[str]) -> Any:
+    """What became of a prefetch of these pages."""
+    operation = rank.start(OperationKind.PREFETCH, hashes)
+    assert operation.wait(30.0)
+    return rank.manager.controller.book.row(operation)
+
+
+def nothing_is_lent(rank: CacheRank) -> bool:
+    staging = peer_of(rank)._lender._staging
+    return bool(staging.lending.taken == 0 and rank.manager.host.table.counts()["read"] == 0)
