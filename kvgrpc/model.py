@@ -6,8 +6,9 @@ import enum
 import re
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, overload
 
 from kvgrpc.arrays import rows_of
@@ -178,12 +179,16 @@ class Region(NamedTuple):
     page_bytes: int
 
 
+_region_of: Callable[[Iterable[Any]], Region] = partial(tuple.__new__, Region)
+
+
 class Regions(Sequence[Region]):
     """Regions, in 32 bytes each, that are made anew for whoever looks at them: a collection of garbage looks at every
     object that there is, and a registry's rows have hundreds of thousands of regions. Immutable."""
 
     __slots__ = ("_numbers", "_words")
-    _ONE = struct.Struct("<IIQQQ")
+    # As the machine has its numbers, so that those of one field are a stride of memory.
+    _ONE = struct.Struct("=IIQQQ")
 
     def __init__(self, regions: Iterable[tuple[int, str, int, int, int]]) -> None:
         """Raises ``struct.error`` for numbers that no region can have."""
@@ -198,8 +203,18 @@ class Regions(Sequence[Region]):
         return len(self._numbers) // self._ONE.size
 
     def __iter__(self) -> Iterator[Region]:
-        for layer, word, *numbers in self._ONE.iter_unpack(self._numbers):
-            yield Region(layer, self._words[word], *numbers)
+        return map(_region_of, zip(*self.columns(), strict=True))
+
+    def columns(self) -> tuple[list[int], list[str], list[int], list[int], list[int]]:
+        """Each field of a region, of all of them: for who looks at thousands."""
+        numbers = memoryview(self._numbers)
+        halves, wholes = numbers.cast("I"), numbers.cast("Q")
+        words = map(self._words.__getitem__, halves[1::8])
+        return halves[::8].tolist(), list(words), wholes[1::4].tolist(), wholes[2::4].tolist(), wholes[3::4].tolist()
+
+    @property
+    def layers(self) -> list[int]:
+        return memoryview(self._numbers).cast("I")[::8].tolist()
 
     @overload
     def __getitem__(self, index: int) -> Region: ...
@@ -308,6 +323,12 @@ class Pool:
         regions = tuple(Region(*key, each.address, each.stride_bytes, each.row_bytes) for key, each in found)
         heads = heads_total, head_start, head_count
         return cls(name, kind, page_tokens, first.rows, first.dtype, regions, axes, *heads, first.location)
+
+    @property
+    def layers(self) -> list[int]:
+        """Of each region."""
+        regions = self.regions
+        return regions.layers if isinstance(regions, Regions) else [region.layer for region in regions]
 
     @property
     def page_bytes(self) -> int:

@@ -29,12 +29,20 @@ from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.model import Lease, RankRow, RankSelector
 from kvgrpc.rpc.dialing.channel import open_channel
+from kvgrpc.rpc.options import OWN_CONNECTION
 from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity, Token
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceServicer, add_RegistryServiceServicer_to_server
 from tests.support.registry_serving import TP2, Served, dial
 from tests.support.waiting import until
 from tests.unit.registry.builders import ranks, row
+
+# One that was refused once dials again after ten minutes, where ours do it after 0.2 to 5 s.
+LONG_BACKOFF = (
+    *OWN_CONNECTION,
+    ("grpc.initial_reconnect_backoff_ms", 600_000),
+    ("grpc.max_reconnect_backoff_ms", 600_000),
+)
 
 
 @pytest_asyncio.fixture
@@ -383,16 +391,17 @@ class TestResolver:
         await new.stop()
 
     async def test_a_registry_is_met_as_soon_as_it_is_back_whoever_else_asks_it(self) -> None:
-        resolver = Resolver(lambda address: open_channel(address, own_connection=True))
+        """By a channel that did not meet it while it was away: one that did waits."""
+        resolver = Resolver(lambda address: grpc.aio.insecure_channel(address, LONG_BACKOFF))
         gone = await Served().start()
         await gone.stop()
-        patient = asyncio.ensure_future(resolver.resolve(gone.address, "P", Role.PREFILL, timeout=30))
-        for _ in range(6):  # a channel that all of them shared would try each 2 s only by now
+        patient = asyncio.ensure_future(resolver.resolve(gone.address, "P", Role.PREFILL, timeout=50))
+        for _ in range(2):
             with pytest.raises(PeerUnreachable):
                 await resolver.resolve(gone.address, "Q", Role.PREFILL, timeout=1.0, wait_ready=False)
         back = (await Served().start(gone.port)).grown_up()
         await back.register(row())
-        assert (await resolver.resolve(back.address, "P", Role.PREFILL, timeout=1.0, wait_ready=False)).ready
+        assert (await resolver.resolve(back.address, "P", Role.PREFILL, timeout=40, wait_ready=False)).ready
         assert (await patient).ready
         await resolver.close()
         await back.stop()

@@ -6,14 +6,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
+
+from kvgrpc.model import RankRef
 from kvgrpc.prefetch.model import OperationKind
 from kvgrpc.pull.model import PullConfig
+from kvgrpc.pull.wire import identity_to_pb
 from kvgrpc.server import RegistryServer
+from kvgrpc.v1 import pull_service_pb2 as pb
+from kvgrpc.v1.pull_service_pb2_grpc import PullServiceStub
+from kvgrpc.wire import rank_ref_to_pb
 from tests.support.cache_serving import LIMITS, CacheRank, open_cache_rank
+from tests.support.secrets import bearer
 from tests.support.waiting import wait_until
 
 # A busy machine may send nothing for two seconds, which is the default.
 PULL = PullConfig(staging_pages=16, answer_timeout=5.0, stall_timeout=8.0)
+# Of what is lent to somebody who asked by hand.
+ROOM = 2**61 + 7
 PATIENT = replace(LIMITS, storage_timeout=20.0)
 
 
@@ -47,6 +57,19 @@ class PullFleet:
 
 def peer_of(rank: CacheRank) -> Any:
     return rank.rank._parts.cache_peer
+
+
+def lend(holder: CacheRank, hashes: list[str], taker: RankRef, name: str = "") -> int:
+    """How many of these pages the holder lends in ROOM to whoever says to be this rank."""
+    request = pb.LendPagesRequest(
+        identity=identity_to_pb(holder.manager.keys.identity),
+        page_hashes=[bytes.fromhex(each) for each in hashes],
+        room=ROOM,
+        taker=rank_ref_to_pb(taker),
+    )
+    with grpc.insecure_channel(holder.address) as channel:
+        metadata = (("authorization", bearer(name, holder.address)),) if name else ()
+        return int(PullServiceStub(channel).LendPages(request, timeout=10.0, metadata=metadata).lent_pages)
 
 
 def pulled(rank: CacheRank, hashes: list[str]) -> Any:

@@ -43,7 +43,7 @@ class Landings:
         # Whoever was late to open a place finds its memory the next time.
         self._memory: dict[int, StagedShares] = {}
         self._shares: list[StagedShares] = []
-        self._ended = False
+        self._draining = self._ended = False
         own = receive(staging, staging.landing.size)
         self._own = Landing(own, staging)
         # As large as our pages, so there is one memory and one side of sessions for both.
@@ -65,14 +65,20 @@ class Landings:
         with self._opening:
             if holder.tp_size not in self._of_size:
                 self._check_sizes(holder)
-                self._of_size[holder.tp_size] = self._open(holder)
+                self._open(holder)
             return self._of_size[holder.tp_size]
 
     def start(self) -> None:
         watch_staging(self._staging.use)
         self.managers[0].start()
 
+    def drain(self) -> list[DecodeManager]:
+        """Opens no other place from now on; returns those that receive, which are to be drained."""
+        self._draining = True
+        return [*self.managers]
+
     def undrain(self) -> None:
+        self._draining = False
         for manager in self.managers:
             manager.undrain()
 
@@ -99,26 +105,27 @@ class Landings:
                 metadata={"limit": MOST_SIZES, "value": MOST_SIZES + 1, "scope": "tensor-parallel sizes"},
             )
 
-    def _open(self, holder: Holder) -> Landing:
+    def _open(self, holder: Holder) -> None:
         what = f"pages of {holder.engine}, of tensor-parallel size {holder.tp_size},"
         try:
             memory = self._memory.get(holder.tp_size)
             if memory is None:
                 memory = self._memory[holder.tp_size] = self._take_memory(holder.tp_size)
-            manager = self._receive(memory, memory.pool.pages)
-            self._loop.run(self._start(memory, manager), _OPEN_SECONDS)
+            self._loop.run(self._start(holder.tp_size, memory), _OPEN_SECONDS)
         except (MemoryError, OSError, ValueError) as error:
             most = self._staging.landing.size
             metadata = {"limit": most, "value": most, "scope": "landing pages"}
             raise TooManyRequests(f"{what} have no memory to land in: {error}", metadata=metadata) from error
         except (TimeoutError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError) as error:
             raise ServerDraining(f"{what} are not received: the event loop is busy or has ended") from error
-        return Landing(manager, memory)
 
-    async def _start(self, memory: StagedShares, manager: DecodeManager) -> None:
-        if self._ended or self.managers[0].draining:
+    async def _start(self, tp_size: int, memory: StagedShares) -> None:
+        """In one turn of the loop: a drain before it leaves nothing that nobody closes, one after it finds all."""
+        if self._ended or self._draining:
             raise ServerDraining("the cache is closing and takes nothing more")
+        manager = self._receive(memory, memory.pool.pages)
         manager.start()
         watch_staging(memory.use)
         self.managers.append(manager)
         self._shares.append(memory)
+        self._of_size[tp_size] = Landing(manager, memory)

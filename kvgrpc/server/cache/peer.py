@@ -149,8 +149,8 @@ class CachePeer:
         """Lends and takes nothing more; what is on its way has ``grace`` seconds."""
         self._backend.disconnect()
         self.servicer.drain()
+        managers: list[PrefillManager | DecodeManager] = [self._sending, *self._landings.drain()]
         await self._listener.drain()
-        managers: list[PrefillManager | DecodeManager] = [self._sending, *self._landings.managers]
         drained = [await each.drain(grace / len(managers)) for each in managers]
         return all(nothing_left for nothing_left, _ in drained), sum(rooms for _, rooms in drained)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ MOST_LAYERS = 4_096
 MOST_PAGE_TOKENS = 4_096
 # Lines times what each looks at, its layers and the tokens of a page: a second of computing.
 MOST_WORK = 1 << 19
+_POOLS_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +31,18 @@ class EngineShape:
     axes: str = "head,token,dim"
     page_tokens: int = 16
 
-    def shape(self, coordinates: Coordinates) -> Shape:
-        """One rank, with a pool of two bytes a token and head, or a token."""
-        dp, pp, cp, tp = coordinates
+    def shape(self, coordinates: Coordinates, pool: Pool | None = None) -> Shape:
+        """One rank. ``pool``: of its stage and share, where it has been made."""
+        pool = pool or self.pool(coordinates[1], coordinates[3])
+        model = ModelIdentity(attention=Attention.MHA if self.heads else Attention.MLA)
+        return Shape(RankId("engine", *coordinates), self.layout, (pool,), (1,), "", model)
+
+    def pool(self, pp: int, tp: int) -> Pool:
+        """Of two bytes a token and head, or a token."""
         heads = heads_of(self.heads, self.layout.tp, tp)
         first, count = layers_of(self.layers, self.layout.pp, pp)
         nbytes = 2 * self.page_tokens * max(heads.stop - heads.start, 1)
-        pool = Pool(
+        return Pool(
             name="kv",
             kind=PoolKind.KV,
             page_tokens=self.page_tokens,
@@ -47,8 +54,6 @@ class EngineShape:
             head_start=heads.start,
             head_count=heads.stop - heads.start,
         )
-        model = ModelIdentity(attention=Attention.MHA if self.heads else Attention.MLA)
-        return Shape(RankId("engine", dp, pp, cp, tp), self.layout, (pool,), (1,), "", model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +87,12 @@ def each_line(prefill: EngineShape, decode: EngineShape) -> Iterator[Owed]:
     stages = max(prefill.layout.pp, decode.layout.pp)
     if stages > decode.layers:
         raise InvalidRequest.of("layers", decode.layers, f"at least one for each of {stages} stages")
+    # Most lines of one decode rank are of prefill ranks that hold the same.
+    pool_of = functools.lru_cache(_POOLS_KEPT)(prefill.pool)
     for pp, cp, tp in itertools.product(*map(range, (decode.layout.pp, decode.layout.cp, decode.layout.tp))):
         target = decode.shape((0, pp, cp, tp))
         for coordinates in prefill_ranks(target.rank, decode.layout, prefill.layout, 0):
-            source = prefill.shape(coordinates)
+            source = prefill.shape(coordinates, pool_of(coordinates[1], coordinates[3]))
             part = owed_part(source, target)
             yield Owed(coordinates, (0, pp, cp, tp), part, 0 if part.empty else _descriptors(source, target))
 

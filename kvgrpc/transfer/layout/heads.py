@@ -46,7 +46,7 @@ def shared_layers(source: Pool, destination: Pool) -> tuple[Pool, Pool]:
 
 
 def layers_of(pool: Pool) -> set[int]:
-    return {region.layer for region in pool.regions}
+    return set(pool.layers)
 
 
 def runs(source: Pool, destination: Pool) -> tuple[list[Region], list[Region]]:

@@ -99,7 +99,7 @@ def stages_of(pp: int, decode_size: int, prefill_size: int) -> range:
 
 def layers_of_pools(pools: Sequence[Pool]) -> tuple[int, int]:
     """The first layer of a rank, and how many there are from it to the last."""
-    layers = [region.layer for each in pools for region in each.regions]
+    layers = [layer for each in pools for layer in each.layers]
     return min(layers), max(layers) - min(layers) + 1
 
 
@@ -297,13 +297,16 @@ def _pool_differences(
 def _region_differences(where: str, prefill: Pool, decode: Pool) -> dict[str, tuple[object, object]]:
     if len(prefill.regions) != len(decode.regions):
         return {f"{where}.regions": (len(prefill.regions), len(decode.regions))}
+    our_heads, their_heads = max(prefill.head_count, 1), max(decode.head_count, 1)
+    if our_heads == their_heads and prefill.regions == decode.regions:
+        return {}
     for number, (ours, theirs) in enumerate(zip(prefill.regions, decode.regions, strict=True)):
-        for name in ("layer", "component"):
-            one, other = getattr(ours, name), getattr(theirs, name)
-            if one != other:
-                return {f"{where}.regions[{number}].{name}": (one, other)}
+        if ours.layer != theirs.layer:
+            return {f"{where}.regions[{number}].layer": (ours.layer, theirs.layer)}
+        if ours.component != theirs.component:
+            return {f"{where}.regions[{number}].component": (ours.component, theirs.component)}
         # Bytes of a page for each head, crosswise so that nothing is divided.
-        if ours.page_bytes * max(decode.head_count, 1) != theirs.page_bytes * max(prefill.head_count, 1):
+        if ours.page_bytes * their_heads != theirs.page_bytes * our_heads:
             return {f"{where}.regions[{number}].page_bytes": (ours.page_bytes, theirs.page_bytes)}
     return {}
 

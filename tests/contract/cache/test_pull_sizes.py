@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvgrpc.errors import InvalidRequest
-from kvgrpc.model import Layout, RankRef
+from kvgrpc.errors import InvalidRequest, ServerDraining
+from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.prefetch.model import OperationKind, OperationState
 from kvgrpc.prefetch.pools.host import Bytes
 from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
 from kvgrpc.pull.model import PullConfig
+from kvgrpc.rpc.loop import LoopThread
 from tests.support.cache_serving import LIMITS, REPLICATED, CacheRank, bytes_of, hashes_of, prompt
-from tests.support.pull_fleet import PullFleet, nothing_is_lent, peer_of
+from tests.support.pull_fleet import PullFleet, lend, nothing_is_lent, peer_of
 from tests.support.waiting import wait_until
 
 HEADS, PAGE_TOKENS, LAYERS = 4, 4, 3
@@ -228,3 +230,47 @@ def test_heads_that_are_not_the_share_of_their_rank_are_refused(engines: Engines
     with pytest.raises(InvalidRequest) as error:
         engines.open("wrong", layout=Layout(tp=2), shape=shape_of(1))
     assert "prefetch.shape.heads" in str(error.value)
+
+
+def wakers() -> int:
+    """How many of the loop's readers wake a manager of rooms."""
+
+    async def count() -> int:
+        readers: Any = LoopThread.shared().loop
+        return sum("Waker" in repr(key.data) for key in readers._selector.get_map().values())
+
+    return LoopThread.shared().run(count(), 10.0)
+
+
+def test_no_place_for_pages_of_another_size_opens_while_the_cache_drains(engines: Engines) -> None:
+    """A drain knows the places that there are when it begins; and one that was refused left its waker on the loop."""
+    holder, taker = engines.pair(2, 1)
+    hashes, peer, loop = hashes_of(prompt(14)), peer_of(taker.leader), LoopThread.shared()
+    holder.fill(hashes)
+    (other_size,) = peer._holders.candidates()
+
+    async def nothing_is_lent_any_more() -> None:
+        peer._sending._fail_all(peer._sending.core.rooms)
+
+    with ThreadPoolExecutor(1) as aside:
+        taker.fill(hashes[:1])
+        assert lend(taker.leader, hashes[:1], RankRef(RankId("somebody"), 1)) == 1
+        before = wakers()
+        draining = aside.submit(loop.run, peer.drain(20.0), 30.0)
+        wait_until(lambda: peer._listener.draining)
+        for _ in range(3):
+            with pytest.raises(ServerDraining):
+                peer._landings.of(other_size)
+        assert not draining.done() and len(peer._landings.managers) == 1 and wakers() == before
+        loop.run(nothing_is_lent_any_more(), 10.0)
+        draining.result(30.0)
+    with pytest.raises(ServerDraining):
+        peer._landings.of(other_size)
+    assert wakers() == before
+
+    async def take_back() -> None:
+        peer.undrain_now()
+
+    loop.run(take_back(), 10.0)
+    assert taker.pull(hashes) == (OperationState.DONE, 14)
+    assert len(peer._landings.managers) == 2

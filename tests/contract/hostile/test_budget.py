@@ -93,26 +93,29 @@ class TestTopology:
         )
         hand_over(prefill, decode)
         with turns_of_the_loop() as turns:
-            calls = [stub.GetTopology.future(largest, timeout=100) for _ in range(4)]
+            calls = [stub.GetTopology.future(largest, timeout=50) for _ in range(4)]
             rooms = 0
             while not all(call.done() for call in calls):
                 hand_over(prefill, decode)
                 rooms += 1
         assert {len(call.result().parts) for call in calls} == {4_096}
-        assert rooms > 4 and turns.longest < LONGEST_TURN_SECONDS
+        # One, if it had waited for all of them.
+        assert rooms > 2 and turns.longest < LONGEST_TURN_SECONDS
 
 
 @pytest.fixture
-def long_rest(prefill: RankHost, decode: RankHost) -> Iterator[Turns]:
+def long_rest(prefill: RankHost, decode: RankHost, monkeypatch: pytest.MonkeyPatch) -> Iterator[Turns]:
     """The turns of the loop, one of which is somebody's until the test ends it by ``_next``."""
+    # The end of a room at prefill is news too, which comes a moment after the one at decode.
+    monkeypatch.setattr("kvgrpc.rpc.turns.HURRY_SECONDS", float("inf"))
     hand_over(prefill, decode)
     loop = LoopThread.shared()
 
     async def begin() -> Turns:
         turns = Turns.of_this_loop()
-        assert turns._hurries_until > 0, "the hand-off told nobody that it went on"
+        assert turns.hurries, "the hand-off told nobody that it went on"
         await until(lambda: not turns._busy)  # a piece of the rank's own calls, at whose end the next one begins
-        turns._busy, turns._hurries_until = True, float("inf")
+        turns._busy = True
         return turns
 
     turns = loop.run(begin(), 20)
@@ -169,7 +172,8 @@ def test_one_address_leaves_places_to_others_and_to_probes_before_anybody_asked_
         channel = stack.enter_context(grpc.insecure_channel(prefill.rank.address))
         honest = TransferServiceStub(channel).ListRooms.future(pb.ListRoomsRequest(), timeout=60)
         health = ask(greedy[0], HEALTH_CHECK, health_pb2.HealthCheckRequest())
-        wait_until(lambda: long_rest._probes.count == 1 and ("", "127.0.0.1") in long_rest._places._of_callers)
+        wait_until(lambda: ("", "127.0.0.2") in long_rest._probes._of_callers)
+        wait_until(lambda: ("", "127.0.0.1") in long_rest._places._of_callers)
         assert not honest.done() and health not in answered(greedy[0])
         LoopThread.shared().run(end_of(long_rest), 20)
         honest.result()

@@ -23,31 +23,16 @@ from kvgrpc.transfer import KVReceiver
 from kvgrpc.transfer.protocol.types import KVPoll
 from kvgrpc.v1 import pull_service_pb2 as pb
 from kvgrpc.v1.pull_service_pb2_grpc import PullServiceStub
-from kvgrpc.wire import rank_ref_to_pb
 from tests.support.cache_serving import CacheRank, hashes_of, prompt
-from tests.support.pull_fleet import PATIENT, PullFleet, nothing_is_lent, peer_of, pulled
+from tests.support.pull_fleet import PATIENT, ROOM, PullFleet, lend, nothing_is_lent, peer_of, pulled
 from tests.support.secrets import bearer, proof, tokens_of
 from tests.support.waiting import wait_until
-
-ROOM = 2**61 + 7
 
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[PullFleet]:
     with closing(PullFleet(tmp_path)) as opened:
         yield opened
-
-
-def lend(holder: CacheRank, hashes: list[str], taker: RankRef, name: str = "") -> int:
-    request = pb.LendPagesRequest(
-        identity=identity_to_pb(holder.manager.keys.identity),
-        page_hashes=[bytes.fromhex(each) for each in hashes],
-        room=ROOM,
-        taker=rank_ref_to_pb(taker),
-    )
-    with grpc.insecure_channel(holder.address) as channel:
-        metadata = (("authorization", bearer(name, holder.address)),) if name else ()
-        return int(PullServiceStub(channel).LendPages(request, timeout=10.0, metadata=metadata).lent_pages)
 
 
 def opened_by(taker: CacheRank, holder: CacheRank, pages: int) -> KVReceiver:
