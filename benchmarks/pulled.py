@@ -56,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def sglang(folder: Path, reference: Reference, registry: str) -> Iterator[Both]:
-    from tests.engines.test_sglang_hierarchical import started
-    from tests.engines.test_sglang_pull import known
+    from tests.engines.hierarchical import known, started
 
     pull = {"exported_pages": 2 * LONGEST // PAGE, "staging_pages": LONGEST // PAGE}
     with contextlib.ExitStack() as opened:
@@ -84,8 +83,8 @@ def sglang(folder: Path, reference: Reference, registry: str) -> Iterator[Both]:
 
 @contextlib.contextmanager
 def vllm(folder: Path, reference: Reference, registry: str) -> Iterator[Both]:
-    from tests.engines.test_vllm_pull import address
     from tests.engines.vllm_engine import BLOCK
+    from tests.engines.vllm_pulling import address
 
     tier = {"type": "KvGrpcTier", "module_path": "kvgrpc.engines.vllm.tier", "peers": True}
     pull = {"data_plane": "shm", "pull": {"staging_pages": LONGEST // BLOCK, "answer_timeout": 5.0}}

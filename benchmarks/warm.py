@@ -80,8 +80,7 @@ def storage(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def sglang(folder: Path, reference: Reference, where: Mapping[str, Any]) -> Iterator[Warmed]:
-    from tests.engines.test_sglang_hierarchical import started
-    from tests.engines.test_sglang_prefetch import cache_address
+    from tests.engines.hierarchical import cache_address, started
 
     listens = {"KVGRPC_CACHE_LISTEN": f"{LOCAL}:0"}
     engine = started(folder, reference, environment=listens, sizes=SGLANG_SIZES, **where)
@@ -94,15 +93,15 @@ def sglang(folder: Path, reference: Reference, where: Mapping[str, Any]) -> Iter
 
 @contextlib.contextmanager
 def vllm(folder: Path, reference: Reference, where: Mapping[str, Any]) -> Iterator[Warmed]:
-    from tests.engines.test_vllm_prefetch import address
     from tests.engines.vllm_engine import BLOCK
+    from tests.engines.vllm_pulling import address
 
     registry = RegistryServer([f"{LOCAL}:0"]).open()
     tier = {"type": "KvGrpcTier", "module_path": "kvgrpc.engines.vllm.tier", **where}
     engine = vllm_engine("P0", folder, reference.path, registry.address, tier, {})
     try:
         engine.wait_ready()
-        yield Warmed(engine, address(registry.address), BLOCK, partial(engine.is_empty, host=True))
+        yield Warmed(engine, address(registry.address, "P0"), BLOCK, partial(engine.is_empty, host=True))
     finally:
         engine.close()
         registry.close()

@@ -71,6 +71,26 @@ def test_one_place_waits_for_conditions() -> None:
     assert not private, private
 
 
+# Programs with tests of their own elsewhere, and what runs engines: what serves these stays beside them.
+REACHED_FROM_ELSEWHERE = {"support", "soak", "mutants", "fuzz", "engines"}
+THEIR_OWN_TESTS = {"architecture/test_reruns.py": "conftest", "unit/rpc/test_tokens.py": "conformance"}
+
+
+def test_what_two_folders_of_tests_share_lies_in_support() -> None:
+    """And nobody imports a module of tests for what it has beside them."""
+    wrong = []
+    for path, text in sources("tests"):
+        name = path.relative_to(ROOT / "tests")
+        for node in ast.walk(parsed(path, text)):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("tests."):
+                continue
+            where = str(node.module).split(".")
+            at_home = tuple(where[1:-1]) == name.parent.parts or where[1] == THEIR_OWN_TESTS.get(name.as_posix())
+            if where[-1].startswith("test_") or not (at_home or where[1] in REACHED_FROM_ELSEWHERE):
+                wrong.append(f"{path}:{node.lineno} {'.'.join(where)}")
+    assert not wrong, "\n".join(wrong)
+
+
 # Tasks that the function which starts them awaits (or asks for their result) itself; all others go through
 # kvgrpc.rpc.loop, which logs and counts an exception that nobody expected.
 AWAITED_BY_WHO_STARTS_THEM = {

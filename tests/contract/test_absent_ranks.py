@@ -10,8 +10,8 @@ import pytest
 from kvgrpc.errors import StaleEpoch
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.wire import rank_ref_to_pb
+from tests.support.registry_builders import ranks, row
 from tests.support.registry_serving import TP2, Served, failure
-from tests.unit.registry.builders import ranks, row
 
 
 @pytest.fixture

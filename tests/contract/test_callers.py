@@ -20,9 +20,9 @@ from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.server.port.listener import Listener
 from kvgrpc.v1 import common_pb2, registry_service_pb2
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
-from tests.contract.serving import failure
 from tests.support.registry_serving import Served
 from tests.support.secrets import proof, secret, tokens_of
+from tests.support.serving import failure
 from tests.support.waiting import until
 
 TOKENS = """

@@ -21,7 +21,7 @@ from kvgrpc.cli.main import COMMANDS, command, main
 from kvgrpc.events import BlockStored, KVEventBatch
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.server import RegistryServer
-from tests.contract.certificates import OPENSSL, Authority
+from tests.support.certificates import OPENSSL, Authority
 from tests.support.rank_host import RankHost
 from tests.support.secrets import secret, tokens_of
 from tests.support.waiting import wait_until

@@ -29,7 +29,7 @@ from kvgrpc.observability import metrics
 from kvgrpc.rpc.interceptors import ALLOWED, Admission, CallLimits, deadline
 from kvgrpc.rpc.shares import RETRY_SECONDS
 from kvgrpc.rpc.status import DETAILS_KEY, error_from
-from tests.contract.serving import ARITIES, METHODS, SERVICE, Act, Context, failure, responses_of, serving
+from tests.support.serving import ARITIES, METHODS, SERVICE, Act, Context, failure, responses_of, serving
 from tests.support.waiting import until
 
 REASONS = [reason for reason in Reason if reason]

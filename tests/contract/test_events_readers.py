@@ -17,7 +17,7 @@ from kvgrpc.observability.metrics import REGISTRY
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
-from tests.contract.event_serving import (
+from tests.support.event_serving import (
     HEARTBEAT,
     REPLAY,
     SNAPSHOT,

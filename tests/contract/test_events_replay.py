@@ -11,7 +11,7 @@ from kvgrpc.events import KVEventBatch
 from kvgrpc.events.log.digest import CHECKPOINT_BATCHES
 from kvgrpc.events.model import BlockRemoved
 from kvgrpc.v1 import event_service_pb2 as pb
-from tests.contract.event_serving import HEARTBEAT, REPLAY, TAIL, kinds, payloads, said, served
+from tests.support.event_serving import HEARTBEAT, REPLAY, TAIL, kinds, payloads, said, served
 from tests.support.waiting import until
 
 

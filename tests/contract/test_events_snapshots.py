@@ -15,7 +15,7 @@ from kvgrpc.events.log.recorder import MAX_SNAPSHOTS
 from kvgrpc.events.model import BlockRemoved, BlockStored
 from kvgrpc.events.watch import MAX_SNAPSHOTS_IN_A_ROW, SnapshotPart, Watch, WatchMode, WatchOrder
 from kvgrpc.v1 import event_service_pb2 as pb
-from tests.contract.event_serving import (
+from tests.support.event_serving import (
     HEARTBEAT,
     SNAPSHOT,
     TAIL,

@@ -9,7 +9,7 @@ import pytest
 
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import event_service_pb2 as pb
-from tests.contract.event_serving import kinds, said, served
+from tests.support.event_serving import kinds, said, served
 
 
 async def test_a_stream_is_listed_as_it_stands() -> None:

@@ -29,7 +29,7 @@ from kvgrpc.events.watch import SnapshotPart
 from kvgrpc.events.wire import Form, part_to_pb
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import event_service_pb2 as pb
-from tests.contract.event_serving import REPLAY, SNAPSHOT, TAIL, TYPED, kinds, publish, served, snapshot_of, stored
+from tests.support.event_serving import REPLAY, SNAPSHOT, TAIL, TYPED, kinds, publish, served, snapshot_of, stored
 
 
 @pytest.mark.parametrize(

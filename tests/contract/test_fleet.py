@@ -13,8 +13,8 @@ from kvgrpc.client.fleet import Fleet
 from kvgrpc.errors import InvalidRequest, PeerUnreachable
 from kvgrpc.registry.model import Endpoints
 from kvgrpc.v1 import registry_service_pb2 as pb
+from tests.support.registry_builders import row
 from tests.support.registry_serving import Served
-from tests.unit.registry.builders import row
 
 
 @pytest_asyncio.fixture

@@ -17,9 +17,9 @@ from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceServicer, add_RegistryServiceServicer_to_server
+from tests.support.registry_builders import row
 from tests.support.registry_serving import Served, dial
 from tests.support.waiting import until
-from tests.unit.registry.builders import row
 
 
 @pytest_asyncio.fixture

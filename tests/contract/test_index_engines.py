@@ -24,9 +24,9 @@ from kvgrpc.registry import wire
 from kvgrpc.registry.model import Endpoints, RankRow
 from kvgrpc.v1 import registry_service_pb2 as pb
 from tests.support.publishing import Publishing
+from tests.support.registry_builders import pool, row
 from tests.support.registry_serving import POOLS, Served
 from tests.support.waiting import until
-from tests.unit.registry.builders import pool, row
 
 
 @pytest_asyncio.fixture

@@ -33,7 +33,7 @@ from kvgrpc.server.port.listener import Listener
 from kvgrpc.server.port.servicer import ServerServicer
 from kvgrpc.v1 import server_service_pb2
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub, add_ServerServiceServicer_to_server
-from tests.contract.serving import SERVICE, Context, Servicer, begin, failure, once, responses_of, serving
+from tests.support.serving import SERVICE, Context, Servicer, begin, failure, once, responses_of, serving
 from tests.support.waiting import until
 
 SERVER_SERVICE = "kvgrpc.v1.ServerService"

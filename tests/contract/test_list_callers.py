@@ -25,11 +25,11 @@ from kvgrpc.v1 import server_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import ROLE_PREFILL
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub
-from tests.contract.event_serving import HEARTBEAT, SNAPSHOT, TAIL, Served, served
+from tests.support.event_serving import HEARTBEAT, SNAPSHOT, TAIL, Served, served
+from tests.support.registry_builders import ranks
 from tests.support.registry_serving import failure, request_of
 from tests.support.secrets import proof, tokens_of
 from tests.support.waiting import until
-from tests.unit.registry.builders import ranks
 
 TOKENS = "rank P*:ranks\nconsumer router-a:router\noperator:boss"
 SERVICE = "/kvgrpc.v1.RegistryService/"

@@ -30,9 +30,9 @@ from kvgrpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from kvgrpc.v1.common_pb2 import Role as WireRole
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.wire import rank_ref_to_pb
+from tests.support.registry_builders import pool, ranks, row
 from tests.support.registry_serving import POOLS, TP2, Served, dial, failure, request_of
 from tests.support.waiting import until
-from tests.unit.registry.builders import pool, ranks, row
 
 IMPOSSIBLE = ["a b", "é", "a/b", "x" * 129]
 

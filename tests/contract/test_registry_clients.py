@@ -33,9 +33,9 @@ from kvgrpc.rpc.options import OWN_CONNECTION
 from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity, Token
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceServicer, add_RegistryServiceServicer_to_server
+from tests.support.registry_builders import ranks, row
 from tests.support.registry_serving import TP2, Served, dial
 from tests.support.waiting import until
-from tests.unit.registry.builders import ranks, row
 
 # One that was refused once dials again after ten minutes, where ours do it after 0.2 to 5 s.
 LONG_BACKOFF = (

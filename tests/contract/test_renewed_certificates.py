@@ -16,7 +16,7 @@ from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.registry import watching
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.server import RegistryServer
-from tests.contract.certificates import OPENSSL, Authority
+from tests.support.certificates import OPENSSL, Authority
 from tests.support.publishing import Publishing
 from tests.support.waiting import until
 

@@ -17,10 +17,10 @@ from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as registry_pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
-from tests.contract.certificates import OPENSSL, Authority
-from tests.contract.secured import call, listening, refusal
-from tests.contract.serving import failure
+from tests.support.certificates import OPENSSL, Authority
 from tests.support.secrets import proof, tokens_of
+from tests.support.secured import call, listening, refusal
+from tests.support.serving import failure
 
 PAGE = Path(__file__).parents[2] / "docs" / "roles.md"
 ROLES = tuple(CallerRole)

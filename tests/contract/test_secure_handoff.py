@@ -18,7 +18,7 @@ from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.server import Rank, RankConfig, RegistryServer, open_rank, settings
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
-from tests.contract.certificates import OPENSSL, Authority, Certificate
+from tests.support.certificates import OPENSSL, Authority, Certificate
 
 PAGES, PAGE_BYTES = 16, 512
 

@@ -34,7 +34,8 @@ from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity
 from kvgrpc.rpc.server import add_methods
 from kvgrpc.server import settings
 from kvgrpc.server.port.listener import Listener
-from tests.contract.secured import (
+from tests.support.secrets import proof, secret
+from tests.support.secured import (
     DRAIN,
     OPERATOR,
     SECRETS,
@@ -45,8 +46,7 @@ from tests.contract.secured import (
     listening,
     refusal,
 )
-from tests.contract.serving import failure, once
-from tests.support.secrets import proof, secret
+from tests.support.serving import failure, once
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ import pytest
 from kvgrpc.errors import CredentialsInvalid, PermissionDenied, Reason
 from kvgrpc.rpc.interceptors import ALLOWED
 from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity
-from tests.contract.certificates import OPENSSL, Authority, Certificate
-from tests.contract.secured import DRAIN, SECRETS, TOKENS, WATCH, call, listening, refusal
+from tests.support.certificates import OPENSSL, Authority, Certificate
+from tests.support.secured import DRAIN, SECRETS, TOKENS, WATCH, call, listening, refusal
 
 
 @pytest.fixture(scope="module")

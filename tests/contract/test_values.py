@@ -30,8 +30,8 @@ from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.security import CallerRole, ServerSecurity, Token
 from kvgrpc.server import RegistryServer
 from kvgrpc.v1.prefetch_service_pb2 import PromptPages
-from tests.contract.certificates import OPENSSL, Authority, Certificate, openssl
-from tests.contract.secured import DRAIN, call, listening, refusal
+from tests.support.certificates import OPENSSL, Authority, Certificate, openssl
+from tests.support.secured import DRAIN, call, listening, refusal
 from tests.support.waiting import until
 
 

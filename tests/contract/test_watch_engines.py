@@ -20,9 +20,9 @@ from kvgrpc.registry.model import ResolvedEngine
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tests.support.mirrored import change_message, known_engines
+from tests.support.registry_builders import pool, ranks, row
 from tests.support.registry_serving import TP2, Served, failure
 from tests.support.waiting import until
-from tests.unit.registry.builders import pool, ranks, row
 
 
 @pytest_asyncio.fixture

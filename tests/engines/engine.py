@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.engines.model import Reference
+
 if TYPE_CHECKING:
     from tests.engines.model import Reference
 
@@ -454,3 +456,12 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, number)
+
+
+SGLANG_PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
+
+
+class Sglang(Engine):
+    """In its own environment, which is not that of this test."""
+
+    python = str(SGLANG_PYTHON)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.engines.engine import LOCAL, ROOT
+from tests.engines.engine import LOCAL, PAGE, ROOT
 
 EXAMPLES = ROOT / "examples"
 START_SECONDS = 400.0
@@ -87,3 +87,11 @@ def post(port: int, path: str, body: Mapping[str, Any], timeout: float = 60.0) -
 def get(port: int, path: str) -> str:
     with urllib.request.urlopen(f"http://{LOCAL}:{port}{path}", timeout=10) as answer:
         return bytes(answer.read()).decode()
+
+
+# docs/engines/sglang.md, "On a machine without a GPU".
+WITHOUT_GPU = (
+    f"--skip-tokenizer-init --device cpu --dtype float32 --page-size {PAGE} --attention-backend torch_native"
+    " --sampling-backend pytorch --grammar-backend none --disable-overlap-schedule --mem-fraction-static 0.1"
+    " --max-running-requests 8 --context-length 512 --max-total-tokens 4096"
+).split()

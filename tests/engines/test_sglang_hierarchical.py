@@ -2,61 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvgrpc.prefetch.storage.mooncake.local import LocalStore
-from tests.engines.engine import PAGE, Engine, Request, engine_arguments
+from tests.engines.engine import PAGE, Engine
+from tests.engines.hierarchical import (
+    DEVICE_AND_HOST_TOKENS,
+    LONG_PROMPT,
+    PROMPT,
+    ask,
+    started,
+)
 from tests.engines.model import Case, Reference
 
 pytestmark = pytest.mark.timeout(400)
-PROMPT, LONG_PROMPT = 8 * PAGE + 5, 30 * PAGE
-HOST_RATIO = 2
-DEVICE_AND_HOST_TOKENS = (1 + HOST_RATIO) * 4096  # engine_arguments
-
-
-class Hierarchical(Engine):
-    start_seconds = 300.0
-
-
-def started(
-    folder: Path,
-    reference: Reference,
-    *,
-    ranks: int = 1,
-    environment: Mapping[str, str] | None = None,
-    sizes: Mapping[str, int] | None = None,
-    engine: type[Engine] = Hierarchical,
-    **storage: Any,
-) -> Engine:
-    """``sizes``: arguments of the engine in the place of the small ones. ``storage``: of the extra config."""
-    config = {
-        "backend_name": "kvgrpc",
-        "module_path": "kvgrpc.engines.sglang.hicache",
-        "class_name": "KvGrpcStorage",
-        "interface_v1": 1,
-        "prefetch_threshold": PAGE,
-        **storage,
-    }
-    arguments = {
-        **engine_arguments(reference.path, ranks),
-        **(sizes or {}),
-        "enable_hierarchical_cache": True,
-        "hicache_ratio": float(HOST_RATIO),
-        "hicache_io_backend": "direct",
-        "hicache_mem_layout": "page_first_direct",
-        "hicache_write_policy": "write_through",
-        "hicache_storage_prefetch_policy": "wait_complete",
-        "hicache_storage_backend": "dynamic",
-        "hicache_storage_backend_extra_config": json.dumps(config),
-    }
-    plugin = {"SGLANG_ON_CPU_PLUGIN": "tests.engines.hicache_on_cpu:register"}
-    return engine("hicache", folder, arguments, {**plugin, **(environment or {})})
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +43,6 @@ def engine(storage: dict[str, Any], folder: Path, reference: Reference) -> Itera
         yield engine.wait_ready()
     finally:
         engine.close()
-
-
-def ask(engine: Engine, case: Case) -> Request:
-    request = engine.generate(case.prompt, len(case.tokens))
-    assert request.result(180) == case.tokens  # the first one ever compiles kernels
-    return request
 
 
 def comes_back(engine: Engine, case: Case, cached: int) -> None:

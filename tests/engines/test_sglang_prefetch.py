@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import subprocess
 import sys
@@ -17,8 +16,8 @@ from kvgrpc.errors import FeatureDisabled
 from kvgrpc.v1 import prefetch_service_pb2 as proto
 from kvgrpc.v1.common_pb2 import TIER_DEVICE, TIER_HOST, TIER_STORAGE
 from tests.engines.engine import LOCAL, PAGE, ROOT, Engine
+from tests.engines.hierarchical import DEVICE_AND_HOST_TOKENS, HOST_RATIO, LONG_PROMPT, ask, cache_address, started
 from tests.engines.model import Case, Reference
-from tests.engines.test_sglang_hierarchical import DEVICE_AND_HOST_TOKENS, HOST_RATIO, LONG_PROMPT, ask, started
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(500)
@@ -57,11 +56,6 @@ def stored(engine: Engine, router: SyncClient, reference: Reference) -> Case:
     ask(engine, case)
     wait_until(lambda: router.lookup(pages(case)).storage_pages == PAGES and in_storage_alone(engine, router, case), 60)
     return case
-
-
-def cache_address(engine: Engine) -> str:
-    (address,) = re.findall(r"the cache of \S+ is served at ([^\s,]+)", engine.log())
-    return str(address)
 
 
 def pages(case: Case) -> proto.PromptPages:

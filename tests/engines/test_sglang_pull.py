@@ -13,9 +13,8 @@ from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import prefetch_service_pb2 as proto
 from kvgrpc.v1 import pull_service_pb2
 from tests.engines.engine import LOCAL, PAGE, Engine
+from tests.engines.hierarchical import ask, cache_address, known, started
 from tests.engines.model import Case, Reference
-from tests.engines.test_sglang_hierarchical import ask, started
-from tests.engines.test_sglang_prefetch import cache_address
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(700)
@@ -52,12 +51,6 @@ def engines(registry: str, folder: Path, reference: Reference) -> Iterator[list[
     finally:
         for engine in found:
             engine.close()
-
-
-def known(registry: str) -> set[str]:
-    with SyncClient(registry) as client:
-        engines = client.list_engines(include_rows=True)
-        return {engine.name for engine in engines if any(row.endpoints.cache for row in engine.rows)}
 
 
 def cache_of(engine: Engine) -> SyncClient:

@@ -20,8 +20,7 @@ import pytest
 
 from tests.engines.engine import LOCAL, Engine, free_port
 from tests.engines.model import Case, Reference
-from tests.engines.scripts import Script, post
-from tests.engines.test_sglang_serve import WITHOUT_GPU
+from tests.engines.scripts import WITHOUT_GPU, Script, post
 
 pytestmark = pytest.mark.timeout(1000)
 # docs/engines/sglang.md, "Faults": prefill ends a request of a dead decode after 10 s, and the router tries again, with

@@ -11,17 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.client import SyncClient
-from tests.engines.engine import LOCAL, PAGE, Engine, free_port
+from tests.engines.engine import LOCAL, Engine, free_port
 from tests.engines.model import Case, Reference
-from tests.engines.scripts import Script, run
+from tests.engines.scripts import WITHOUT_GPU, Script, run
 
 pytestmark = pytest.mark.timeout(400)
-# docs/engines/sglang.md, "On a machine without a GPU".
-WITHOUT_GPU = (
-    f"--skip-tokenizer-init --device cpu --dtype float32 --page-size {PAGE} --attention-backend torch_native"
-    " --sampling-backend pytorch --grammar-backend none --disable-overlap-schedule --mem-fraction-static 0.1"
-    " --max-running-requests 8 --context-length 512 --max-total-tokens 4096"
-).split()
 
 # The environment and the options of either engine.
 ROUTES: dict[str, tuple[dict[str, str], list[str]]] = {

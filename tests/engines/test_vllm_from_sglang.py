@@ -11,23 +11,16 @@ from typing import Any
 import pytest
 
 from kvgrpc.transfer import room_from_transfer_id
-from tests.engines.engine import LOCAL, ROOT, Engine, Request, engine_arguments, free_port
+from tests.engines.engine import LOCAL, SGLANG_PYTHON, Engine, Request, Sglang, engine_arguments, free_port
 from tests.engines.model import Case, Reference
 from tests.engines.vllm_engine import BLOCK, CONNECTOR, VllmEngine, vllm_arguments
 
-SGLANG_PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 pytestmark = [
     pytest.mark.timeout(700),
     pytest.mark.skipif(
         not SGLANG_PYTHON.exists(), reason="SGLang's environment is not here: `.ci/setup sglang` makes it"
     ),
 ]
-
-
-class Sglang(Engine):
-    """In its own environment, which is not that of this test."""
-
-    python = str(SGLANG_PYTHON)
 
 
 class SglangToVllm:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,17 +12,15 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.client import SyncClient
-from kvgrpc.client.engines import cache_address
-from kvgrpc.errors import EngineNotFound
 from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from tests.engines.model import Case, Reference
 from tests.engines.vllm_engine import BLOCK, VllmEngine, vllm_arguments
+from tests.engines.vllm_pulling import CHUNK_BYTES, address, compute
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)
-CHUNK_BYTES = 64 << 10  # of the tiny model
 CHUNKS = 32
 
 
@@ -60,25 +57,6 @@ def engine(folder: Path, model: Path, registry: str, path: Path) -> Iterator[Vll
         opened.close()
 
 
-def address(registry: str) -> str:
-    """As a router finds it: by the engine's name."""
-    end = time.monotonic() + 30
-    while True:
-        with SyncClient(registry) as client:
-            try:
-                return cache_address(client.get_engine("P0"))
-            except EngineNotFound:
-                assert time.monotonic() < end, "the engine's cache is not in the registry"
-                time.sleep(0.1)
-
-
-def compute(opened: VllmEngine, case: Case) -> int:
-    """How many tokens of the prompt were not computed, as the engine counts."""
-    request = opened.generate(case.prompt, len(case.tokens))
-    assert request.result() == case.tokens
-    return request.cached
-
-
 def host(client: SyncClient) -> int:
     """Chunks that the host has."""
     (tier,) = [each for each in client.get_cache_info().tiers if each.tier == common_pb2.TIER_HOST]
@@ -91,7 +69,7 @@ def test_a_router_warms_an_idle_engine_and_the_request_that_follows_finds_the_pa
     registry = RegistryServer(["127.0.0.1:0"]).open()
     try:
         with engine(folder, reference.path, registry.address, folder / "tier") as opened:
-            where = address(registry.address)
+            where = address(registry.address, "P0")
             with SyncClient(where) as client:
                 case = reference.case(6 * BLOCK + 3)
                 warms_an_idle_engine(opened, client, registry.address, reference, case)

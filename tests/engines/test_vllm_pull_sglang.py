@@ -13,12 +13,11 @@ from kvgrpc.client.engines import cache_address
 from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1 import pull_service_pb2
-from tests.engines.engine import LOCAL, Engine
+from tests.engines.engine import LOCAL, SGLANG_PYTHON, Engine, Sglang
+from tests.engines.hierarchical import started
 from tests.engines.model import Case, Reference
-from tests.engines.test_sglang_hierarchical import started
-from tests.engines.test_vllm_from_sglang import SGLANG_PYTHON, Sglang
-from tests.engines.test_vllm_pull import opened
 from tests.engines.vllm_engine import BLOCK, VllmEngine
+from tests.engines.vllm_pulling import opened
 from tests.support.waiting import wait_until
 
 pytestmark = [

@@ -17,8 +17,8 @@ from kvgrpc.client import SyncClient
 from kvgrpc.engines.vllm.tier import identity_of
 from kvgrpc.server import RegistryServer
 from tests.engines.model import Reference
-from tests.engines.test_vllm_pull import address, compute, has, opened, pulled
 from tests.engines.vllm_engine import BLOCK, VllmEngine
+from tests.engines.vllm_pulling import address, compute, has, opened, pulled
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)

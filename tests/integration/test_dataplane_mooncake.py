@@ -17,7 +17,7 @@ from kvgrpc.dataplane.mooncake.plane import MooncakeDataPlane
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.server import RankConfig, open_rank
-from tests.integration.dataplane_process import PlaneProcess, digest, noise, u64, view
+from tests.support.dataplane_process import PlaneProcess, digest, noise, u64, view
 from tests.support.faults.dataplane import wait
 from tests.support.waiting import wait_until
 

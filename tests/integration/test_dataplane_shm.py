@@ -14,7 +14,7 @@ import pytest
 from kvgrpc.dataplane.base import MemoryRange, Outcome
 from kvgrpc.dataplane.shm.plane import ShmDataPlane
 from kvgrpc.errors import PeerUnreachable
-from tests.integration.dataplane_process import PlaneProcess, digest, noise, u64, view
+from tests.support.dataplane_process import PlaneProcess, digest, noise, u64, view
 from tests.support.faults.dataplane import wait
 from tests.support.waiting import wait_until
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvgrpc.client import EventFollower
 from kvgrpc.events.following.messages import FollowerState
-from tests.integration.test_events_faults import SECONDS, Publisher, Report, healed, report, told
+from tests.support.event_processes import SECONDS, Publisher, Report, healed, report, told
 from tests.support.link import Link
 
 __all__ = ["report"]

@@ -25,10 +25,10 @@ from kvgrpc.registry.model import Endpoints, RankRow
 from kvgrpc.v1 import index_service_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
 from tests.support.publishing import Publishing
+from tests.support.registry_builders import row
 from tests.support.registry_serving import Served
 from tests.support.rust import built_example
 from tests.support.waiting import until
-from tests.unit.registry.builders import row
 
 EXAMPLE = Path(__file__).parents[2] / "clients" / "go" / "examples" / "score"
 SEARCH = f"{os.environ.get('PATH', '')}:/usr/local/go/bin"

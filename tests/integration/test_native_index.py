@@ -37,10 +37,10 @@ from kvgrpc.v1.server_service_pb2 import CALLER_ROLE_UNSPECIFIED
 from tests.support.cache_serving import hashes_of, open_cache_rank, prompt
 from tests.support.native_index import NativeIndex
 from tests.support.publishing import Publishing
+from tests.support.registry_builders import row
 from tests.support.registry_serving import Served
 from tests.support.rust import built_index
 from tests.support.waiting import until, wait_until
-from tests.unit.registry.builders import row
 
 SECRET = "9f86d081884c7d659a2feaa0c55ad015"
 CURRENT = pb.INDEX_SOURCE_STATE_CURRENT

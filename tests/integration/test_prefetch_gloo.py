@@ -22,7 +22,7 @@ class Rank:
     """One process, and what it said."""
 
     def __init__(self, number: int, size: int, file: Path, order: str) -> None:
-        command = [sys.executable, "-m", "tests.integration.gloo_rank", str(number), str(size), str(file), order]
+        command = [sys.executable, "-m", "tests.support.gloo_rank", str(number), str(size), str(file), order]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
     def tell(self, line: str) -> None:

@@ -24,10 +24,10 @@ from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.wire import rank_ref_to_pb
 from tests.support.etcd import ETCD, Etcd
 from tests.support.etcd_replicas import TTL, Replica
+from tests.support.registry_builders import pool, ranks, row
 from tests.support.registry_serving import TP2, failure, request_of
 from tests.support.secrets import bearer, tokens_of
 from tests.support.waiting import until
-from tests.unit.registry.builders import pool, ranks, row
 
 pytestmark = pytest.mark.skipif(ETCD is None, reason="etcd is not installed (Debian: etcd-server)")
 

@@ -23,9 +23,9 @@ from kvgrpc.registry.store.etcd.v1 import etcd_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
 from tests.support.etcd import ETCD, Etcd, running_etcd
 from tests.support.etcd_replicas import TTL, Replica
+from tests.support.registry_builders import row
 from tests.support.registry_serving import dial, failure
 from tests.support.waiting import until
-from tests.unit.registry.builders import row
 
 pytestmark = pytest.mark.skipif(ETCD is None, reason="etcd is not installed (Debian: etcd-server)")
 

@@ -16,10 +16,10 @@ from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import registry_service_pb2 as registry_pb
 from tests.support.publishing import Publishing
 from tests.support.rank_host import RankHost
+from tests.support.registry_builders import row as made_row
 from tests.support.registry_serving import Served
 from tests.support.rust import built_example
 from tests.support.waiting import wait_until
-from tests.unit.registry.builders import row as made_row
 
 SECRET = "9f86d081884c7d659a2feaa0c55ad015"
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from kvgrpc.dataplane.base import Outcome
-from tests.contract.hostile.floods import FLOODS
 from tests.soak import rank, router
 from tests.soak.floods import FloodPlan, FloodSoak
 from tests.soak.node import Engine
@@ -22,6 +21,7 @@ from tests.soak.pulls import PullPlan, PullSoak
 from tests.soak.router import Router
 from tests.soak.verdict import KILLED, LATE_FROM_ROOMS, Plan, Result, Room
 from tests.support.faults.dataplane import Submission
+from tests.support.hostile.floods import FLOODS
 
 NEEDS_MOONCAKE = pytest.mark.skipif(not find_spec("mooncake"), reason="install kvgrpc[mooncake-cpu] for it")
 

@@ -21,9 +21,9 @@ from kvgrpc.prefetch.storage.base import OK, PageStatus, StorageBackend, Storage
 from kvgrpc.prefetch.storage.file import folder as folders
 from kvgrpc.prefetch.storage.file.folder import Folder
 from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, OwnFormat
-from tests.conformance.storage.openers import skip_without_nixl
-from tests.conformance.storage.pages import Arena
-from tests.integration.storage_writer import PAGE_BYTES, bytes_of, key
+from tests.support.storage_openers import skip_without_nixl
+from tests.support.storage_pages import Arena
+from tests.support.storage_writer import PAGE_BYTES, bytes_of, key
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 30.0
@@ -51,7 +51,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def start_writer(name: str, folder: Path, seed: int, count: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.integration.storage_writer", name, str(folder), str(seed), str(count)]
+    command = [sys.executable, "-m", "tests.support.storage_writer", name, str(folder), str(seed), str(count)]
     process = subprocess.Popen(
         command,
         cwd=ROOT,

@@ -16,8 +16,8 @@ from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import OK, PageResult, PageStatus, StorageBackend, StorageDown, Unregisters
 from kvgrpc.prefetch.storage.mooncake.local import LocalStore, master_command
 from kvgrpc.prefetch.storage.mooncake.windows import Windows
-from tests.conformance.storage.pages import Arena
 from tests.support import waiting
+from tests.support.storage_pages import Arena
 
 pytestmark = pytest.mark.timeout(150)
 wait_until = partial(waiting.wait_until, seconds=60.0)  # processes start

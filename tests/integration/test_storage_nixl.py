@@ -17,8 +17,8 @@ from kvgrpc.errors import FeatureDisabled
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import OK, PageStatus, StorageBackend
 from kvgrpc.prefetch.storage.nixl.agent import Agent
-from tests.conformance.storage.openers import skip_without_nixl
-from tests.conformance.storage.pages import Arena
+from tests.support.storage_openers import skip_without_nixl
+from tests.support.storage_pages import Arena
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 30.0

@@ -20,7 +20,7 @@ from kvgrpc.transfer.protocol.prefill.core import Chunk, PrefillCore, PrefillRoo
 from kvgrpc.transfer.protocol.types import Bounds, Destination, KVPoll, RoomKey, Target, Timing
 from tests.simulation.plane import Plane
 from tests.simulation.requests import STATES, Request, WatchedHandle
-from tests.simulation.work import Work
+from tests.support.core_work import Work
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -30,7 +30,7 @@ from kvgrpc.transfer.runtime.boundary import EngineHandle, RoomRequest, SentPage
 from kvgrpc.transfer.runtime.resolve import ReceiverRoom
 from tests.simulation.processes import TIMING, DecodeProcess, PrefillProcess
 from tests.simulation.pull_memory import SHARES, HostPages, WatchedShares
-from tests.simulation.work import Work
+from tests.support.core_work import Work
 
 if TYPE_CHECKING:
     import random

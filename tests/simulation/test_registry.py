@@ -16,7 +16,7 @@ from kvgrpc.registry.servicer import RegistryServicer
 from kvgrpc.registry.store.memory import MemoryRegistry, MemoryStore
 from kvgrpc.v1 import registry_service_pb2 as pb
 from tests.simulation.virtual_loop import run
-from tests.unit.registry.builders import TTL, row
+from tests.support.registry_builders import TTL, row
 
 LAYOUT = Layout(dp=2, tp=2)
 WAITERS = 6

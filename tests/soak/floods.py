@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvgrpc.transfer import KVPoll
-from tests.contract.hostile.floods import FLOODS
+from tests.support.hostile.floods import FLOODS
 from tests.support.rank_host import RankProcess
 
 # Of a room beside a flood, on a machine that others keep busy too: a server that a flood stops is away for longer.
@@ -90,7 +90,7 @@ class FloodSoak:
 
 @contextlib.contextmanager
 def flooding(name: str, *addresses: str) -> Iterator[None]:
-    module = [sys.executable, "-m", "tests.contract.hostile.floods", name, *addresses]
+    module = [sys.executable, "-m", "tests.support.hostile.floods", name, *addresses]
     with subprocess.Popen(module, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:

@@ -52,3 +52,8 @@ def _scan(
         found.append(node.hashes[max(0, len(node) - count) :])
         count -= len(found[-1])
     return found
+
+
+def chain(text: str) -> list[str]:
+    """Hashes that cover what lies before them, as page hashes do."""
+    return [text[: end + 1] for end in range(len(text))]

@@ -15,7 +15,7 @@ import pytest
 import kvgrpc.dataplane
 from kvgrpc.dataplane.base import DataPlane, MemoryRange, Outcome, Transfer
 from kvgrpc.errors import FeatureDisabled, PeerUnreachable
-from tests.integration.dataplane_process import PlaneProcess, digest, noise, u64, view
+from tests.support.dataplane_process import PlaneProcess, digest, noise, u64, view
 from tests.support.faults.dataplane import wait
 
 MIB = 1 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -20,8 +21,8 @@ from kvgrpc.errors import EngineNotFound
 from kvgrpc.v1.index_service_pb2 import INDEX_SOURCE_STATE_CURRENT, IndexSource
 from tests.conformance.scenarios.line import Line
 from tests.conformance.scenarios.refusing import Refusing
-from tests.contract.certificates import Authority
 from tests.support.cache_serving import LIMITS, PAGE_TOKENS, hashes_of, open_cache_rank, prompt
+from tests.support.certificates import Authority
 from tests.support.faults.storage import Fault, FaultyBackend, memory_backend
 from tests.support.rank_host import RankProcess
 from tests.support.waiting import wait_until
@@ -260,3 +261,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+SCENARIOS = json.loads((Path(__file__).parent / "scenarios.json").read_text())

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from kvgrpc.v1.error_reason_pb2 import ErrorReason
-from tests.conformance.scenarios.test_scenarios import SCENARIOS
+from tests.conformance.scenarios.stage import SCENARIOS
 
 COMMANDS = [step["client"] for scenario in SCENARIOS for step in scenario["steps"] if "client" in step]
 README = (Path(__file__).parent / "README.md").read_text()

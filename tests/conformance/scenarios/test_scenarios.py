@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from tests.conformance.scenarios.languages import DIRECT, LANGUAGES, ROOT, Missing
-from tests.conformance.scenarios.stage import Stage
+from tests.conformance.scenarios.stage import SCENARIOS, Stage
 
-SCENARIOS = json.loads((Path(__file__).parent / "scenarios.json").read_text())
 # Longer than a driver waits for anything.
 ANSWER_SECONDS = 40.0
 # The time is that of a build of Go or Rust from nothing.

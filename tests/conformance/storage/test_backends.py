@@ -10,8 +10,8 @@ import pytest
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.prefetch.storage.base import OK, PageStatus, StorageBackend, StorageDown
 from kvgrpc.prefetch.storage.keys import Keys, PageIdentity
-from tests.conformance.storage.openers import OPENERS, PARAMS, SHARED
-from tests.conformance.storage.pages import Arena
+from tests.support.storage_openers import OPENERS, PARAMS, SHARED
+from tests.support.storage_pages import Arena
 
 SECONDS = 20.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -11,8 +10,9 @@ import numpy as np
 import pytest
 
 from kvgrpc.transfer import KVPoll
-from kvgrpc.transfer.protocol.types import Timing
-from tests.contract.transfer_peers import (
+from tests.support.hostile.honest_pair import ROOMS, TIMING
+from tests.support.rank_host import RankHost
+from tests.support.transfer_peers import (
     DecodeClient,
     Memory,
     PrefillServer,
@@ -22,18 +22,12 @@ from tests.contract.transfer_peers import (
     memory,
     receiver_of,
 )
-from tests.support.rank_host import RankHost
 from tests.support.waiting import wait_until
 
 __all__ = ["memory"]
 
-# Idle timeout 2 s, a break 0.5 s, ended records 1 s.
-TIMING = Timing(
-    tick_seconds=0.05, heartbeat=4, welcome_within=10, idle_timeout=40, settle=4, abandon_dial=10, ended_record=20
-)
 Dial = Callable[..., DecodeClient]
 Serve = Callable[[Script], PrefillServer]
-ROOMS = itertools.count(1_000_000)
 
 
 @pytest.fixture(scope="module")

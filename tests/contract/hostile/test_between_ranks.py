@@ -17,9 +17,9 @@ from kvgrpc.errors import AddressNotAllowed, EngineNotFound, InvalidRequest, Rea
 from kvgrpc.model import Layout
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.types import Bounds, Timing
-from tests.contract.hostile.conftest import ROOMS, TIMING
-from tests.contract.transfer_peers import core_of, receiver_of, sender_of
+from tests.support.hostile.honest_pair import ROOMS, TIMING
 from tests.support.rank_host import RankHost
+from tests.support.transfer_peers import core_of, receiver_of, sender_of
 from tests.support.waiting import wait_until
 
 SMALL_FRAME = 64 * 1024

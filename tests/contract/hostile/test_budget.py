@@ -34,16 +34,15 @@ from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from kvgrpc.wire import rank_ref_to_pb
-from tests.contract.certificates import OPENSSL, Authority
-from tests.contract.hostile.conftest import TIMING
-from tests.contract.hostile.http2 import END_STREAM, HEADERS, Connection
-from tests.contract.hostile.largest import TRANSFER, said
-from tests.contract.hostile.loop_turns import turns_of_the_loop
-from tests.contract.hostile.test_floods import hand_over, resident
-from tests.contract.hostile.test_greedy_callers import Caller
-from tests.contract.transfer_peers import core_of
+from tests.support.certificates import OPENSSL, Authority
+from tests.support.hostile.greedy_caller import Caller
+from tests.support.hostile.honest_pair import TIMING, hand_over, resident
+from tests.support.hostile.http2 import END_STREAM, HEADERS, Connection
+from tests.support.hostile.largest import TRANSFER, said
+from tests.support.hostile.loop_turns import turns_of_the_loop
 from tests.support.rank_host import RankHost
 from tests.support.secrets import bearer, proof, tokens_of
+from tests.support.transfer_peers import core_of
 from tests.support.waiting import until, wait_until
 
 LONGEST_TURN_SECONDS = 0.05
@@ -187,7 +186,7 @@ def test_large_requests_of_one_caller_wait_outside_until_there_is_room_for_them(
     size = LARGEST_REQUEST_BYTES - 1_024
     hand_over(prefill, decode)
     before = most = resident()
-    asked = [sys.executable, "-m", "tests.contract.hostile.asking", prefill.rank.address, REGISTER, "200", str(size)]
+    asked = [sys.executable, "-m", "tests.support.hostile.asking", prefill.rank.address, REGISTER, "200", str(size)]
     with subprocess.Popen(asked, stdout=subprocess.PIPE, text=True) as caller, turns_of_the_loop() as turns:
         while caller.poll() is None:
             hand_over(prefill, decode)

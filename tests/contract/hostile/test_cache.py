@@ -36,9 +36,9 @@ from kvgrpc.v1 import index_service_pb2 as index_pb
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceStub
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
-from tests.contract.hostile.http2 import DATA, Connection
 from tests.support.cache_serving import LIMITS, CacheRank, hashes_of, open_cache_rank, prompt
 from tests.support.faults.storage import FaultyBackend
+from tests.support.hostile.http2 import DATA, Connection
 from tests.support.scoring import question
 from tests.support.secrets import bearer, proof, tokens_of
 from tests.support.waiting import wait_until

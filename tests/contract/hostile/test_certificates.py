@@ -11,10 +11,10 @@ import pytest
 from kvgrpc.errors import Reason
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.transfer import KVPoll
-from tests.contract.certificates import OPENSSL, Authority, Certificate
-from tests.contract.hostile.conftest import ROOMS, TIMING
-from tests.contract.transfer_peers import core_of, receiver_of, sender_of
+from tests.support.certificates import OPENSSL, Authority, Certificate
+from tests.support.hostile.honest_pair import ROOMS, TIMING
 from tests.support.rank_host import RankHost
+from tests.support.transfer_peers import core_of, receiver_of, sender_of
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(OPENSSL is None, reason="makes its certificates with openssl")

@@ -23,8 +23,8 @@ from kvgrpc.v1 import common_pb2, error_reason_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from kvgrpc.wire import pool_to_pb, rank_ref_to_pb
-from tests.contract.transfer_peers import FAILED, SETTLED, STOP, SUCCESS, DecodeClient, Memory, core_of, session_tasks
 from tests.support.rank_host import AUX_BYTES, PAGES, RankHost
+from tests.support.transfer_peers import FAILED, SETTLED, STOP, SUCCESS, DecodeClient, Memory, core_of, session_tasks
 from tests.support.waiting import wait_until
 
 Dial = Callable[..., DecodeClient]

@@ -24,8 +24,8 @@ from kvgrpc.v1 import event_service_pb2 as events_pb
 from kvgrpc.v1 import registry_service_pb2 as registry_pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
-from tests.contract.hostile.attacked import CALLERS, Attacked, Honest
-from tests.contract.hostile.largest import HEALTH_CHECK, HEALTH_WATCH, NOT_CALLED, REFLECTION
+from tests.support.hostile.attacked import CALLERS, Attacked, Honest
+from tests.support.hostile.largest import HEALTH_CHECK, HEALTH_WATCH, NOT_CALLED, REFLECTION
 from tests.support.secrets import bearer
 
 pytestmark = pytest.mark.timeout(600)
@@ -102,7 +102,7 @@ def eight_callers_of(target: Attacked) -> Iterator[Ended]:
     """``Ended`` has what became of their calls when they are gone."""
     arguments = [*target.call("addresses"), target.call("identity")]
     ended: Ended = defaultdict(Counter)
-    module = [sys.executable, "-m", "tests.contract.hostile.asking_everything"]
+    module = [sys.executable, "-m", "tests.support.hostile.asking_everything"]
     with contextlib.ExitStack() as stack:
         callers = []
         for name in CALLERS:

@@ -10,8 +10,8 @@ import pytest
 
 from kvgrpc.errors import Reason
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
-from tests.contract.transfer_peers import receiver_of, sender_of
 from tests.support.rank_host import RankHost
+from tests.support.transfer_peers import receiver_of, sender_of
 from tests.support.waiting import wait_until
 
 ROOMS = itertools.count(4_000_000)

@@ -14,10 +14,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvgrpc.transfer import KVPoll
-from tests.contract.hostile.conftest import ROOMS
-from tests.contract.hostile.floods import FLOODS, Flood, flooding, header_bombs
-from tests.contract.transfer_peers import receiver_of
+from tests.support.hostile.floods import FLOODS, Flood, flooding, header_bombs
+from tests.support.hostile.honest_pair import hand_over, resident
 from tests.support.rank_host import RankHost
 from tests.support.waiting import wait_until
 
@@ -30,18 +28,6 @@ MOST_BYTES_KEPT = 128 << 20
 
 # grpcio 1.85 never frees a call whose head is above its limit, in any server (docs/bounds.md has the front).
 KEPT_BY_THE_LIBRARY = (header_bombs,)
-
-
-def hand_over(prefill: RankHost, decode: RankHost) -> float:
-    """One honest room; how long it took. The room must not fail."""
-    began = time.monotonic()
-    room = next(ROOMS)
-    receiver = receiver_of(decode, f"{prefill.rank.address}/P", room)
-    receiver.init([1, 2, 3], 1)
-    prefill.send(room, [4, 5, 6], aux_row=2)
-    wait_until(lambda: receiver.poll() >= KVPoll.Success or receiver.failure is not None)
-    assert receiver.failure is None
-    return time.monotonic() - began
 
 
 @pytest.mark.parametrize("flood", FLOODS, ids=[flood.__name__ for flood in FLOODS])
@@ -57,11 +43,6 @@ def test_an_honest_pair_hands_over_beside_it(prefill: RankHost, decode: RankHost
     assert longest < LONGEST_ROOM_SECONDS
     # What the flood's connections held goes with them, a moment after they are closed.
     wait_until(lambda: flood in KEPT_BY_THE_LIBRARY or resident() - before < MOST_BYTES_KEPT)
-
-
-def resident() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_kvgrpc_leaves_the_librarys_experiments_alone() -> None:

@@ -10,10 +10,10 @@ import pytest
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import Reason
 from kvgrpc.transfer.protocol.types import Bounds
-from tests.contract.hostile.conftest import ROOMS, TIMING
-from tests.contract.hostile.test_weak_proofs import Serve, is_another, serve, told_where_to_write
-from tests.contract.transfer_peers import receiver_of
+from tests.support.hostile.honest_pair import ROOMS, TIMING
+from tests.support.hostile.scripted_prefill import Serve, is_another, serve, told_where_to_write
 from tests.support.rank_host import RankHost
+from tests.support.transfer_peers import receiver_of
 from tests.support.waiting import wait_until
 
 __all__ = ["serve"]

@@ -10,10 +10,10 @@ import pytest
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import MAX_EPOCH, RankRef
 from kvgrpc.rpc.security import ServerSecurity
-from tests.contract.hostile.conftest import TIMING
-from tests.contract.transfer_peers import DecodeClient, Memory, closed_in_the_end, core_of
+from tests.support.hostile.honest_pair import TIMING
 from tests.support.rank_host import RankHost
 from tests.support.secrets import proof, secret, tokens_of
+from tests.support.transfer_peers import DecodeClient, Memory, closed_in_the_end, core_of
 
 TOKENS = """
 rank:any

@@ -17,7 +17,7 @@ from kvgrpc.rpc.status import error_from
 from kvgrpc.server import IndexServer
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceStub
-from tests.contract.hostile.loop_turns import turns_of_the_loop
+from tests.support.hostile.loop_turns import turns_of_the_loop
 from tests.support.rank_host import RankHost
 
 ENGINES, BLOCKS = 300, [7, 8, 9]

@@ -14,9 +14,10 @@ from kvgrpc.errors import Reason
 from kvgrpc.transfer import KVPoll
 from kvgrpc.v1 import common_pb2
 from kvgrpc.wire import pool_to_pb
-from tests.contract.hostile.conftest import ROOMS, TIMING, Serve
-from tests.contract.transfer_peers import SUCCESS, WRITE, Memory, PrefillServer, receiver_of, said
+from tests.contract.hostile.conftest import Serve
+from tests.support.hostile.honest_pair import ROOMS, TIMING
 from tests.support.rank_host import AUX_BYTES, RankHost
+from tests.support.transfer_peers import SUCCESS, WRITE, Memory, PrefillServer, receiver_of, said
 from tests.support.waiting import wait_until
 
 PAGES = [5, 6]

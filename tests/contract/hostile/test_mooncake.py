@@ -10,7 +10,7 @@ import pytest
 from kvgrpc.cli.doctor import command as doctor
 from kvgrpc.dataplane.mooncake.start import adopt_engine
 from kvgrpc.errors import InvalidRequest
-from tests.unit.dataplane.test_mooncake_start import FakeEngine, clean, start
+from tests.support.mooncake_engine import FakeEngine, clean, start
 
 __all__ = ["clean"]
 

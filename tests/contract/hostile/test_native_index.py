@@ -20,8 +20,8 @@ from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceStub
-from tests.contract.certificates import OPENSSL, Authority
-from tests.contract.hostile.http2 import DATA, Connection, frame
+from tests.support.certificates import OPENSSL, Authority
+from tests.support.hostile.http2 import DATA, Connection, frame
 from tests.support.native_index import NativeIndex, made_up_block
 from tests.support.rust import built_fleet, built_index
 from tests.support.secrets import bearer, secret

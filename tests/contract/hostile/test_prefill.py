@@ -25,8 +25,9 @@ from kvgrpc.v1 import common_pb2, error_reason_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from kvgrpc.wire import rank_ref_to_pb
-from tests.contract.hostile.conftest import TIMING
-from tests.contract.transfer_peers import (
+from tests.support.hostile.honest_pair import TIMING
+from tests.support.rank_host import RankHost
+from tests.support.transfer_peers import (
     FAILED,
     OPEN,
     SETTLED,
@@ -38,7 +39,6 @@ from tests.contract.transfer_peers import (
     said,
     session_tasks,
 )
-from tests.support.rank_host import RankHost
 from tests.support.waiting import wait_until
 
 Serve = Callable[[Script], PrefillServer]

@@ -17,8 +17,8 @@ from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
-from tests.contract.serving import failure
 from tests.support.registry_serving import Served
+from tests.support.serving import failure
 
 
 def registration(rows: int, regions: int) -> pb.RegisterRequest:

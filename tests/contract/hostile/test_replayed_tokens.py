@@ -15,7 +15,7 @@ from kvgrpc.rpc.credentials.audience import Audiences
 from kvgrpc.rpc.credentials.tokens import CLOCK_SKEW_SECONDS, authorization
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.server import RegistryServer
-from tests.contract.hostile.test_stolen_tokens import SECURITY, TOKENS, sent
+from tests.support.fleet_tokens import SECURITY, TOKENS, sent
 from tests.support.secrets import bearer, proof, secret
 
 LIST_ENGINES = "/kvgrpc.v1.RegistryService/ListEngines"

@@ -16,10 +16,10 @@ from kvgrpc.transfer.protocol.types import HARDLY_GUESSED
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from kvgrpc.wire import failure_from_pb, layout_to_pb
-from tests.contract.hostile.conftest import ROOMS, TIMING
-from tests.contract.transfer_peers import FAILED, DecodeClient, Memory, closed_in_the_end, named, sender_of
+from tests.support.hostile.honest_pair import ROOMS, TIMING
 from tests.support.rank_host import RankHost
 from tests.support.secrets import bearer, proof, secret, tokens_of
+from tests.support.transfer_peers import FAILED, DecodeClient, Memory, closed_in_the_end, named, sender_of
 from tests.support.waiting import wait_until
 
 TOKENS = """

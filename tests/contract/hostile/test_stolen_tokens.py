@@ -22,22 +22,13 @@ from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as registry_pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.wire import layout_to_pb, pool_to_pb, rank_ref_to_pb
-from tests.contract.hostile.conftest import ROOMS, TIMING
-from tests.contract.transfer_peers import METHOD, DecodeClient, Memory, core_of, receiver_of
+from tests.support.fleet_tokens import SECURITY, TOKENS, sent
+from tests.support.hostile.honest_pair import ROOMS, TIMING
 from tests.support.rank_host import RankHost
-from tests.support.secrets import bearer, proof, tokens_of
+from tests.support.secrets import bearer, proof
+from tests.support.transfer_peers import METHOD, DecodeClient, Memory, core_of, receiver_of
 from tests.support.waiting import wait_until
 
-TOKENS = tokens_of(
-    """
-rank honest-p role=prefill:prefill
-rank decode-7 role=decode:seven
-rank prefill-evil role=prefill:evil
-consumer index:index
-operator boss:boss
-"""
-)
-SECURITY = ServerSecurity(tokens=TOKENS)
 DEREGISTER = "/kvgrpc.v1.RegistryService/Deregister"
 
 
@@ -111,19 +102,6 @@ def register(registry: RegistryServer, memory: Memory, address: str) -> None:
             metadata=(("authorization", bearer("evil", registry.address)),),
             timeout=10,
         )
-
-
-def sent(address: str, path: str, header: str) -> Reason | None:
-    """What the server says to an empty call with that header; None: it let the caller in."""
-    with grpc.insecure_channel(address) as channel:
-        call: Any = channel.unary_unary(path)
-        try:
-            call(b"", metadata=(("authorization", header),), timeout=10)
-        except grpc.RpcError as error:
-            known = error_from(error)
-            refused = (Reason.CREDENTIALS_INVALID, Reason.WRONG_AUDIENCE, Reason.CREDENTIALS_EXPIRED)
-            return known.reason if known.reason in refused else None
-    return None
 
 
 def test_what_a_decode_sends_to_the_rank_of_another_engine_proves_it_nowhere_else(

@@ -18,7 +18,7 @@ from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, MAX_CALLS_OF_A_CONNECTION,
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.server import add_methods, new_server
 from kvgrpc.v1.transfer_service_pb2 import ListRoomsRequest
-from tests.contract.hostile.http2 import DATA, GOAWAY, HEADERS, MAX_CONCURRENT_STREAMS, Connection, frame
+from tests.support.hostile.http2 import DATA, GOAWAY, HEADERS, MAX_CONCURRENT_STREAMS, Connection, frame
 from tests.support.rank_host import RankHost
 from tests.support.waiting import wait_until
 

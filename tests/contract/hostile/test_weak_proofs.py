@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,37 +12,13 @@ import pytest
 from kvgrpc.errors import Reason
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.runtime.death_proofs import DeathProofs
-from kvgrpc.v1 import common_pb2
-from kvgrpc.v1 import transfer_service_pb2 as pb
-from tests.contract.hostile.conftest import ROOMS, TIMING
-from tests.contract.transfer_peers import Memory, PrefillServer, closed_in_the_end, receiver_of
+from tests.support.hostile.honest_pair import ROOMS, TIMING
+from tests.support.hostile.scripted_prefill import Serve, is_another, serve, told_where_to_write
 from tests.support.rank_host import RankHost
+from tests.support.transfer_peers import receiver_of
 from tests.support.waiting import wait_until
 
-Serve = Callable[..., PrefillServer]
-
-
-def listens(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[pb.SessionResponse]:
-    """Welcomes, and never says anything of a room again."""
-    next(requests)
-    yield server.welcome()
-    yield from (pb.SessionResponse() for _ in requests)
-
-
-def is_another(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[pb.SessionResponse]:
-    """What the next incarnation at the same address answers."""
-    next(requests)
-    failure = common_pb2.Failure(reason=Reason.STALE_EPOCH, message="that one is gone")  # type: ignore[arg-type]
-    yield pb.SessionResponse(goodbye=pb.Goodbye(failure=failure))
-
-
-@pytest.fixture
-def serve(prefill: RankHost, memory: Memory) -> Iterator[Serve]:
-    def make(script: Any = listens, address: str = "127.0.0.1:0") -> PrefillServer:
-        return PrefillServer(script, prefill.rank.address, memory.pool, address)
-
-    with closed_in_the_end(make) as making:
-        yield making
+__all__ = ["serve"]
 
 
 @pytest.fixture
@@ -60,13 +35,6 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(DeathProofs, "is_proof", noted)
     return seen
-
-
-def told_where_to_write(decode: RankHost, server: PrefillServer) -> Any:
-    receiver = receiver_of(decode, server.bootstrap, next(ROOMS))
-    receiver.init([10, 11], 3)
-    wait_until(lambda: any(entry.want == pb.WANT_WRITE for each in server.heard for entry in each.rooms))
-    return receiver
 
 
 def test_a_name_that_still_means_the_same_address_proves_the_death(decode: RankHost, serve: Serve) -> None:

@@ -12,13 +12,13 @@ import pytest
 from kvgrpc.transfer.protocol.types import Timing
 from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
-from tests.contract.transfer_peers import (
+from tests.support.rank_host import RankHost
+from tests.support.transfer_peers import (
     DecodeClient,
     Memory,
     closed_in_the_end,
     memory,
 )
-from tests.support.rank_host import RankHost
 
 __all__ = ["memory"]
 

@@ -13,7 +13,8 @@ from kvgrpc.errors import Reason
 from kvgrpc.transfer import KVPoll
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.wire import pool_to_pb
-from tests.contract.transfer_peers import (
+from tests.support.rank_host import AUX_BYTES, RankHost
+from tests.support.transfer_peers import (
     SUCCESS,
     WRITE,
     DecodeClient,
@@ -25,7 +26,6 @@ from tests.contract.transfer_peers import (
     said,
     sender_of,
 )
-from tests.support.rank_host import AUX_BYTES, RankHost
 from tests.support.waiting import wait_until
 
 ROOMS = iter(range(50_000, 10_000_000))

@@ -21,8 +21,8 @@ import kvgrpc
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.types import DecodeEntry
-from tests.contract.transfer_peers import receiver_of, sender_of
 from tests.support.rank_host import AUX_ROWS, RankHost
+from tests.support.transfer_peers import receiver_of, sender_of
 from tests.support.waiting import wait_until
 
 OURS = str(Path(kvgrpc.__file__).parent)

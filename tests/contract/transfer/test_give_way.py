@@ -13,8 +13,8 @@ import pytest
 from kvgrpc.rpc.waking import Lending
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
 from kvgrpc.transfer.runtime import manager as module
-from tests.contract.transfer_peers import receiver_of, sender_of
 from tests.support.rank_host import RankHost
+from tests.support.transfer_peers import receiver_of, sender_of
 from tests.support.waiting import wait_until
 
 ROOMS = iter(range(80_000_000, 90_000_000))

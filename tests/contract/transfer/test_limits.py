@@ -20,8 +20,8 @@ from kvgrpc.transfer.protocol.prefill.core import PrefillCore, PrefillRoom
 from kvgrpc.transfer.runtime import decode_manager as decode_module
 from kvgrpc.transfer.runtime import prefill_manager as prefill_module
 from kvgrpc.transfer.runtime.death_proofs import MAX_LOOKUPS, NOTHING, DeathProofs
-from tests.contract.transfer_peers import receiver_of, sender_of
 from tests.support.rank_host import PAGES, RankHost
+from tests.support.transfer_peers import receiver_of, sender_of
 from tests.support.waiting import wait_until
 
 

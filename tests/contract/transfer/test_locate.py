@@ -16,8 +16,8 @@ from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.runtime.room_locator import ROOMS_TOGETHER
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
-from tests.contract.transfer_peers import receiver_of, sender_of
 from tests.support.rank_host import RankHost
+from tests.support.transfer_peers import receiver_of, sender_of
 from tests.support.waiting import wait_until
 
 ROOMS = iter(range(20_000_000, 30_000_000))

@@ -17,8 +17,8 @@ from kvgrpc.rpc.interceptors import ALLOWED
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.types import RoomState, SessionState
 from kvgrpc.v1 import transfer_service_pb2 as pb
-from tests.contract.transfer_peers import DecodeClient, receiver_of, sender_of
 from tests.support.rank_host import RankHost
+from tests.support.transfer_peers import DecodeClient, receiver_of, sender_of
 from tests.support.waiting import wait_until
 
 ROOMS = iter(range(700_000_000, 800_000_000))

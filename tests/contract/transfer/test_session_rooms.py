@@ -14,7 +14,9 @@ from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.types import Bounds, RoomKey, Timing
 from kvgrpc.v1 import common_pb2, error_reason_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
-from tests.contract.transfer_peers import (
+from tests.support.faults.dataplane import Fault
+from tests.support.rank_host import AUX_BYTES, PAGES, RankHost
+from tests.support.transfer_peers import (
     FAILED,
     FORGET,
     OPEN,
@@ -27,8 +29,6 @@ from tests.contract.transfer_peers import (
     named,
     sender_of,
 )
-from tests.support.faults.dataplane import Fault
-from tests.support.rank_host import AUX_BYTES, PAGES, RankHost
 from tests.support.waiting import wait_until
 
 ROOMS = iter(range(1_000, 10_000_000))

@@ -20,7 +20,8 @@ from kvgrpc.transfer.runtime.sessions import SessionWriter
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.wire import layout_to_pb, pool_to_pb, rank_ref_to_pb
-from tests.contract.transfer_peers import (
+from tests.support.rank_host import LAYERS, RankHost
+from tests.support.transfer_peers import (
     ANNOUNCE,
     FAILED,
     SECONDS,
@@ -34,7 +35,6 @@ from tests.contract.transfer_peers import (
     sender_of,
     session_with,
 )
-from tests.support.rank_host import LAYERS, RankHost
 from tests.support.waiting import wait_until
 
 ROOMS = iter(range(1_000, 10_000_000))

@@ -24,7 +24,8 @@ from kvgrpc.transfer.servicer import TransferServicer
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.wire import layout_to_pb, rank_ref_to_pb
-from tests.contract.transfer_peers import (
+from tests.support.rank_host import AUX_BYTES, LAYERS, PAGES, RankHost
+from tests.support.transfer_peers import (
     BOOTSTRAPPING,
     FAILED,
     OPEN,
@@ -41,7 +42,6 @@ from tests.contract.transfer_peers import (
     said,
     sender_of,
 )
-from tests.support.rank_host import AUX_BYTES, LAYERS, PAGES, RankHost
 from tests.support.waiting import wait_until
 
 ROOMS = iter(range(1_000, 10_000_000))

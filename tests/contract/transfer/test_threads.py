@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from kvgrpc.transfer import KVPoll
-from tests.contract.transfer_peers import core_of, receiver_of, sender_of
 from tests.support.rank_host import AUX_ROWS, PAGES, RankHost
+from tests.support.transfer_peers import core_of, receiver_of, sender_of
 from tests.support.waiting import wait_until
 
 THREADS = 3  # on each side

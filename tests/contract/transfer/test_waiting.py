@@ -19,8 +19,8 @@ import pytest
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer import KVPoll
-from tests.contract.transfer_peers import receiver_of, sender_of
 from tests.support.rank_host import RankHost
+from tests.support.transfer_peers import receiver_of, sender_of
 from tests.support.waiting import wait_until
 
 ROOMS = iter(range(40_000_000, 50_000_000))

@@ -11,7 +11,7 @@ from kvgrpc.engines.sglang.rank import rank_config
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Role
 from kvgrpc.transfer.protocol.types import Timing
-from tests.unit.engines.test_sglang_rank import kv_args, place
+from tests.support.sglang_process import kv_args, place
 
 BOTH = {BOOTSTRAP_TIMEOUT: "900", WAITING_TIMEOUT: "600"}
 

@@ -2,58 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import pytest
 
 from kvgrpc.engines.addresses import engine_name, registry_of
-from kvgrpc.engines.sglang.rank import SchedulerProcess, pages_of_pools, rank_config, regions_of, state_names
+from kvgrpc.engines.sglang.rank import pages_of_pools, rank_config, regions_of, state_names
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.model import Attention, Layout, ModelIdentity, PoolKind, Role
+from kvgrpc.model import Layout, PoolKind, Role
 from kvgrpc.server import AuxBuffer
-
-LAYERS, PAGES, PAGE_BYTES = 2, 10, 4096
-
-
-def kv_args(**more: Any) -> SimpleNamespace:
-    """As SGLang fills it for MHA: all K layers, then all V layers; items are pages."""
-    entries = 2 * LAYERS
-    given = {
-        "page_size": 16,
-        "kv_cache_dtype_str": "bfloat16",
-        "kv_data_ptrs": [0x10000 * (entry + 1) for entry in range(entries)],
-        "kv_data_lens": [PAGES * PAGE_BYTES] * entries,
-        "kv_item_lens": [PAGE_BYTES] * entries,
-        "aux_data_ptrs": [0x900000, 0xA00000],
-        "aux_data_lens": [640, 6400],
-        "aux_item_lens": [64, 640],
-        "gpu_id": 3,
-        **more,
-    }
-    return SimpleNamespace(**given)
-
-
-MODEL = ModelIdentity("tiny", "abc", "float16", Attention.MHA)
-
-
-def place(
-    role: Role = Role.PREFILL, host: str = "127.0.0.1", device: str = "cpu", kv_heads: int = 0
-) -> SchedulerProcess:
-    return SchedulerProcess(
-        role=role,
-        layout=Layout(dp=2, tp=4),
-        dp=1,
-        tp=3,
-        host=host,
-        local_ip="10.1.2.3",
-        port=8998,
-        bootstrap="127.0.0.1:8998",
-        device=device,
-        model=MODEL,
-        kv_heads=kv_heads,
-    )
+from tests.support.sglang_process import MODEL, PAGE_BYTES, PAGES, kv_args, place
 
 
 def test_every_entry_of_the_kv_cache_is_a_region_in_sglangs_order() -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from kvgrpc.prefetch.model import OperationState, PageOutcome, Stop, StopPolicy
 from kvgrpc.prefetch.storage.base import StorageBackend
+from tests.support.controller_rig import LIMITS, Rig, hashes
 from tests.support.faults.storage import Fault
 from tests.support.waiting import wait_until
-from tests.unit.prefetch.controller_rig import LIMITS, Rig, hashes
 
 POLICY_SECONDS = 0.3
 HANG_SECONDS = 20.0

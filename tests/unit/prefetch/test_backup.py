@@ -10,9 +10,9 @@ import pytest
 
 from kvgrpc.prefetch.model import OperationState, PageOutcome
 from kvgrpc.prefetch.protocol.backup import Backup, writer_of
+from tests.support.controller_rig import LIMITS, Panic, Rig, hashes, rig
 from tests.support.faults.storage import BROKEN, DOWN, FAILED, HANG, FaultyBackend, memory_backend
 from tests.support.waiting import wait_until
-from tests.unit.prefetch.controller_rig import LIMITS, Panic, Rig, hashes, rig
 
 __all__ = ["rig"]
 

@@ -13,9 +13,9 @@ from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, St
 from kvgrpc.prefetch.pools.pages import Pages
 from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.prefetch.protocol.votes import AloneAgreement, Decided, Stage, Vote
+from tests.support.controller_rig import LIMITS, Rig, hashes
 from tests.support.faults.storage import HANG, Fault
 from tests.support.waiting import wait_until
-from tests.unit.prefetch.controller_rig import LIMITS, Rig, hashes
 
 BATCH = LIMITS.batch_pages
 SECONDS = 20.0

@@ -13,8 +13,8 @@ from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.model import NotEnoughPages, OperationState, Stop
 from kvgrpc.prefetch.pools.pages import Pages
 from kvgrpc.prefetch.tree.keeper import Keeper, Landed
+from tests.support.controller_rig import LIMITS, SHAPE, Rig, hashes, rig
 from tests.support.faults.storage import memory_backend
-from tests.unit.prefetch.controller_rig import LIMITS, SHAPE, Rig, hashes, rig
 
 __all__ = ["rig"]
 

@@ -18,9 +18,9 @@ from kvgrpc.observability import metrics
 from kvgrpc.prefetch.model import OperationState, Stop, StopPolicy
 from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.storage.base import MemoryRange, StorageBackend
+from tests.support.controller_rig import LIMITS, Rig, hashes, rig
 from tests.support.faults.storage import HANG, Fault, FaultyBackend, memory_backend
 from tests.support.waiting import wait_until
-from tests.unit.prefetch.controller_rig import LIMITS, Rig, hashes, rig
 
 __all__ = ["rig"]
 

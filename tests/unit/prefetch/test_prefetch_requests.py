@@ -12,9 +12,9 @@ from kvgrpc.errors import FeatureDisabled, InvalidRequest, OperationNotFound, Re
 from kvgrpc.prefetch.model import NotEnoughPages, OperationState, Stop
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.runtime.controller import CacheController
+from tests.support.controller_rig import LIMITS, SHAPE, Rig, hashes, rig
 from tests.support.faults.storage import HANG, Fault
 from tests.support.waiting import wait_until
-from tests.unit.prefetch.controller_rig import LIMITS, SHAPE, Rig, hashes, rig
 
 __all__ = ["rig"]
 

@@ -10,9 +10,9 @@ import pytest
 
 from kvgrpc.prefetch.model import OperationRow, OperationState, PageOutcome, Stop
 from kvgrpc.prefetch.protocol.operation import Operation
+from tests.support.controller_rig import SHAPE, Panic, Rig, hashes, rig
 from tests.support.faults.storage import BROKEN, DOWN, FAILED, HANG
 from tests.support.waiting import wait_until
-from tests.unit.prefetch.controller_rig import SHAPE, Panic, Rig, hashes, rig
 
 __all__ = ["rig"]
 

@@ -12,11 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.prefetch.tree.prefix_tree import Node, PrefixTree
 from tests.support import tree_scan
-
-
-def chain(text: str) -> list[str]:
-    """Hashes that cover what lies before them, as page hashes do."""
-    return [text[: end + 1] for end in range(len(text))]
+from tests.support.tree_scan import chain
 
 
 def test_prompts_that_part_share_what_is_before() -> None:

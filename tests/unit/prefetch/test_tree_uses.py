@@ -6,7 +6,7 @@ import pytest
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.prefetch.tree.prefix_tree import PrefixTree
-from tests.unit.prefetch.test_tree import chain
+from tests.support.tree_scan import chain
 
 
 def test_what_was_computed_first_goes_first_where_nobody_asked_for_it_since() -> None:

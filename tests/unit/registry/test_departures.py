@@ -10,7 +10,7 @@ from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.registry.departures import Departures
 from kvgrpc.registry.model import BEFORE_ALL, Absence
 from kvgrpc.registry.store.memory import MemoryRegistry
-from tests.unit.registry.builders import TTL, HandClock, ranks, registry, row
+from tests.support.registry_builders import TTL, HandClock, ranks, registry, row
 
 TP2 = Layout(tp=2)
 

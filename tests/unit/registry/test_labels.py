@@ -10,7 +10,7 @@ from kvgrpc.errors import InvalidRequest
 from kvgrpc.registry.model import Labels, labels_of, row_differences
 from kvgrpc.registry.wire import PoolCache, row_from_pb, row_to_pb, rows_to_register
 from kvgrpc.v1 import registry_service_pb2 as pb
-from tests.unit.registry.builders import row
+from tests.support.registry_builders import row
 
 POOLS = PoolCache()
 

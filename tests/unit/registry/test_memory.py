@@ -23,7 +23,7 @@ from kvgrpc.model import Attention, Layout, ModelIdentity, RankId, RankRef, Role
 from kvgrpc.observability import metrics
 from kvgrpc.registry.model import BEFORE_ALL, EVERY_RANK, EngineChange, EngineFilter, RankSelector, ResolvedEngine
 from kvgrpc.registry.store.memory import MemoryRegistry, MemoryStore
-from tests.unit.registry.builders import TTL, HandClock, pool, ranks, registry, row
+from tests.support.registry_builders import TTL, HandClock, pool, ranks, registry, row
 
 TP2 = Layout(tp=2)
 

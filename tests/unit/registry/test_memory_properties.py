@@ -16,7 +16,7 @@ from kvgrpc.registry import wire
 from kvgrpc.registry.model import EVERY_RANK, EngineChange, EngineFilter, RankRow, RankSelector
 from kvgrpc.v1 import registry_service_pb2 as pb
 from tests.support.mirrored import change_message, known_engines
-from tests.unit.registry.builders import TTL, HandClock, registry, row
+from tests.support.registry_builders import TTL, HandClock, registry, row
 
 ENGINES = st.sampled_from(["A", "B"])
 COORDINATES = st.integers(0, 1)

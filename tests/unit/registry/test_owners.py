@@ -9,7 +9,7 @@ import pytest
 from kvgrpc.errors import TooManyRequests
 from kvgrpc.registry.store.memory import MemoryRegistry
 from kvgrpc.rpc.callers import CALLER, PEER, Caller
-from tests.unit.registry.builders import TTL, HandClock, registry, row
+from tests.support.registry_builders import TTL, HandClock, registry, row
 
 
 @pytest.fixture(autouse=True)

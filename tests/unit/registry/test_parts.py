@@ -26,7 +26,7 @@ from kvgrpc.rpc.status import trailing
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.wire import pool_to_pb
-from tests.unit.registry.builders import HandClock, pool, registry, row
+from tests.support.registry_builders import HandClock, pool, registry, row
 
 
 def test_the_running_clock_counts_what_it_ticks() -> None:

@@ -13,7 +13,7 @@ from kvgrpc.registry.engine import MAX_DP_LACKING_EVENTS
 from kvgrpc.registry.model import Endpoints, EngineChange, RankRow, ResolvedEngine
 from kvgrpc.registry.streams import MissingStreams
 from kvgrpc.registry.table import EngineTable
-from tests.unit.registry.builders import row
+from tests.support.registry_builders import row
 
 NONE, WATCH, LIVE = "none", "watch", "live"
 

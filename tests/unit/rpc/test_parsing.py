@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from kvgrpc.rpc.interceptors.parsing import PIECE_BYTES, merge_in_pieces
 from kvgrpc.v1 import index_service_pb2, prefetch_service_pb2, registry_service_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
-from tests.contract.hostile.largest import plans, prompts, regions, rows, scores
+from tests.support.hostile.largest import plans, prompts, regions, rows, scores
 
 LARGE: list[Message] = [
     regions("a", 1),

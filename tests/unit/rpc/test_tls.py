@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.rpc.credentials.tls import certificate_end
-from tests.contract.certificates import OPENSSL, Authority, openssl
+from tests.support.certificates import OPENSSL, Authority, openssl
 
 pytestmark = pytest.mark.skipif(OPENSSL is None, reason="needs the openssl command")
 

@@ -8,7 +8,7 @@ import pytest
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.transfer.protocol.decode.core import DecodeRoom, Stream
 from kvgrpc.transfer.protocol.types import Destination, KVPoll, PrefillEntry, RoomState, Target, Want, Writes
-from tests.unit.transfer.decode_side import CANCELLED, KEY, TIMING, Side, reason, side
+from tests.support.decode_side import CANCELLED, KEY, TIMING, Side, reason, side
 
 __all__ = ["side"]
 

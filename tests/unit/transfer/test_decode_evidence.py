@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvgrpc.transfer.protocol.types import Destination, KVPoll, RoomState, Want, Writes
-from tests.unit.transfer.decode_side import CANCELLED, KEY, P0, P1, TIMING, Side, reason, side
+from tests.support.decode_side import CANCELLED, KEY, P0, P1, TIMING, Side, reason, side
 
 __all__ = ["side"]
 

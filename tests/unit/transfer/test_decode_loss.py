@@ -26,8 +26,8 @@ from kvgrpc.transfer.protocol.types import (
     Writes,
 )
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
-from tests.simulation.work import Work
-from tests.unit.transfer.decode_side import CANCELLED, KEY, ME, P0, P1, TIMING, Side, reason, side
+from tests.support.core_work import Work
+from tests.support.decode_side import CANCELLED, KEY, ME, P0, P1, TIMING, Side, reason, side
 
 __all__ = ["side"]
 

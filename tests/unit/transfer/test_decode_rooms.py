@@ -21,7 +21,7 @@ from kvgrpc.transfer.protocol.types import (
     Want,
     Writes,
 )
-from tests.unit.transfer.decode_side import CANCELLED, KEY, P0, P1, Side, reason, side
+from tests.support.decode_side import CANCELLED, KEY, P0, P1, Side, reason, side
 
 __all__ = ["side"]
 

@@ -15,7 +15,7 @@ from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer.protocol.prefill.core import PrefillRoom
 from kvgrpc.transfer.protocol.prefill.fan_out import FanOut, PlaceHandle
 from kvgrpc.transfer.protocol.types import DecodeEntry, Destination, Handle, KVPoll, RoomKey, RoomState, Want, Writes
-from tests.unit.transfer.prefill_side import CANCELLED, KEY, TIMING, Side, reason
+from tests.support.prefill_side import CANCELLED, KEY, TIMING, Side, reason
 
 T0, T1 = (RankRef(RankId("D", tp=tp), 7) for tp in range(2))
 LATER = RankRef(RankId("D", tp=1), 9)

@@ -10,8 +10,8 @@ from kvgrpc.errors import Failure
 from kvgrpc.transfer.protocol.page_check import PoolSize, ReadPages, WrittenPages
 from kvgrpc.transfer.protocol.prefill.core import Chunk, PrefillRoom
 from kvgrpc.transfer.protocol.types import Align, DecodeEntry, Destination, Handle, RoomKey, RoomState, Want, Writes
-from tests.unit.transfer import decode_side, prefill_side
-from tests.unit.transfer.prefill_side import D0
+from tests.support import decode_side, prefill_side
+from tests.support.prefill_side import D0
 
 KEY, OTHER, THIRD = RoomKey(5), RoomKey(6), RoomKey(7)
 POOLS = [PoolSize("kv", 64), PoolSize("state", 8)]

@@ -23,7 +23,7 @@ from kvgrpc.transfer.protocol.types import (
     Want,
     Writes,
 )
-from tests.unit.transfer.prefill_side import CANCELLED, D0, D1, KEY, ME, TIMING, Side, reason, side
+from tests.support.prefill_side import CANCELLED, D0, D1, KEY, ME, TIMING, Side, reason, side
 
 __all__ = ["side"]
 SIX, SEVEN = RoomKey(6), RoomKey(7)

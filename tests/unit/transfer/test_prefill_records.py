@@ -8,7 +8,7 @@ import numpy as np
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Reason
 from kvgrpc.transfer.protocol.types import Bounds, DecodeEntry, Destination, Handle, KVPoll, RoomKey, Want, Writes
-from tests.unit.transfer.prefill_side import CANCELLED, D0, KEY, TIMING, Side, reason, side
+from tests.support.prefill_side import CANCELLED, D0, KEY, TIMING, Side, reason, side
 
 __all__ = ["side"]
 

@@ -9,7 +9,7 @@ from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Reason
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol.types import Bounds, DecodeEntry, KVPoll, RoomKey, SessionState, Want
-from tests.unit.transfer.prefill_side import D0, KEY, ME, TIMING, Side, reason, side
+from tests.support.prefill_side import D0, KEY, ME, TIMING, Side, reason, side
 
 __all__ = ["side"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol.types import Handle, KVPoll, RoomKey, Timing, Want
-from tests.unit.transfer.prefill_side import D0, D1, Side, reason
+from tests.support.prefill_side import D0, D1, Side, reason
 
 TIMING = Timing(unnamed_after_loss=100)
 LATE = RoomKey(6)

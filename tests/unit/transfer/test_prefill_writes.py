@@ -11,7 +11,7 @@ from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Reason
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol.types import Bounds, Handle, KVPoll, RoomKey, RoomState, Want, Writes
-from tests.unit.transfer.prefill_side import CANCELLED, D0, D1, KEY, TIMING, Side, reason, side
+from tests.support.prefill_side import CANCELLED, D0, D1, KEY, TIMING, Side, reason, side
 
 __all__ = ["side"]
 

@@ -17,7 +17,7 @@ from kvgrpc.prefetch.storage.base import OK, StorageDown
 from kvgrpc.prefetch.storage.file import folder as folder_module
 from kvgrpc.prefetch.storage.file.backend import FileBackend, FileConfig
 from kvgrpc.prefetch.storage.paged import Listeners
-from tests.conformance.storage.pages import Arena
+from tests.support.storage_pages import Arena
 
 SECONDS = 20.0
 BLOCK = 4096

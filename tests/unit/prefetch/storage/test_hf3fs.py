@@ -24,8 +24,8 @@ from kvgrpc.prefetch.storage.base import OK, PageStatus, StorageDown
 from kvgrpc.prefetch.storage.hf3fs.backend import Hf3fsBackend, Hf3fsConfig
 from kvgrpc.prefetch.storage.hf3fs.client import LocalClient
 from kvgrpc.prefetch.storage.hf3fs.slots import Slot, Slots
-from tests.conformance.storage.openers import hf3fs
-from tests.conformance.storage.pages import Arena
+from tests.support.storage_openers import hf3fs
+from tests.support.storage_pages import Arena
 from tests.support.waiting import wait_until
 
 SECONDS = 20.0

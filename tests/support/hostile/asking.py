@@ -1,4 +1,4 @@
-"""A caller in a process of its own: ``python -m tests.contract.hostile.asking ADDRESS METHOD CALLS BYTES``.
+"""A caller in a process of its own: ``python -m tests.support.hostile.asking ADDRESS METHOD CALLS BYTES``.
 
 Sends that many unary calls at once on one connection, each with that many bytes of a field that no message has. Prints
 how many ended with which status.

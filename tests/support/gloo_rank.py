@@ -1,4 +1,4 @@
-"""One rank of a gloo group in a process of its own: ``python -m tests.integration.gloo_rank RANK SIZE FILE ORDER``.
+"""One rank of a gloo group in a process of its own: ``python -m tests.support.gloo_rank RANK SIZE FILE ORDER``.
 
 Begins the operations of ORDER (names with pages, "one=5,two=3"), prints what was decided, and reads "die" or "close".
 """

@@ -1,6 +1,6 @@
 """Floods of HTTP/2 frames from one connection, as no client library would send them.
 
-``python -m tests.contract.hostile.floods NAME ADDRESS...`` sends one to all the addresses until its input ends; says
+``python -m tests.support.hostile.floods NAME ADDRESS...`` sends one to all the addresses until its input ends; says
 "floods" once it does.
 """
 
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from kvgrpc.net import split
-from tests.contract.hostile.http2 import (
+from tests.support.hostile.http2 import (
     DATA,
     END_HEADERS,
     HEADERS,

@@ -47,7 +47,7 @@ def _usrbio(folder: Path) -> StorageBackend:
 
 def _documented(folder: Path) -> StorageBackend:
     """The backend that docs/storage/write-a-backend.md builds."""
-    text = (Path(__file__).parents[3] / "docs" / "storage" / "write-a-backend.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "storage" / "write-a-backend.md").read_text()
     (program,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
     exec(program, names)

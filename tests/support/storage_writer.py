@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from kvgrpc.prefetch.storage import open_backend
-from tests.conformance.storage.pages import Arena, content
+from tests.support.storage_pages import Arena, content
 
 PAGE_BYTES = 64 * 1024
 

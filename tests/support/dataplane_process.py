@@ -50,7 +50,7 @@ class PlaneProcess:
     """A peer in another process. Every call has a deadline; kill() and the context manager leave nothing running."""
 
     def __init__(self, name: str, nbytes: int, **settings: str) -> None:
-        command = [sys.executable, "-m", "tests.integration.dataplane_process", name, str(nbytes)]
+        command = [sys.executable, "-m", "tests.support.dataplane_process", name, str(nbytes)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(

@@ -21,7 +21,7 @@ from kvgrpc.transfer.protocol.types import (
     Want,
     Writes,
 )
-from tests.simulation.work import Work
+from tests.support.core_work import Work
 
 ME, KEY, TIMING = RankRef(RankId("D"), 1), RoomKey(5), Timing()
 P0, P1 = Target(RankRef(RankId("P0"), 2), "host:1"), Target(RankRef(RankId("P1"), 3), "host:2")

@@ -1,6 +1,6 @@
 """One of eight callers, in a process of its own: asks a rank for everything, as much as it may, until its input ends.
 
-``python -m tests.contract.hostile.asking_everything NAME RANK CACHE INDEX``, all addresses. Says "asks" once it does,
+``python -m tests.support.hostile.asking_everything NAME RANK CACHE INDEX``, all addresses. Says "asks" once it does,
 and in the end how many calls of each method ended how.
 """
 
@@ -20,7 +20,7 @@ from google.protobuf import json_format
 from kvgrpc.v1 import pull_service_pb2
 from kvgrpc.v1.server_service_pb2 import GetServerInfoRequest
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub
-from tests.contract.hostile.largest import CACHE, INDEX, PULL, largest, said
+from tests.support.hostile.largest import CACHE, INDEX, PULL, largest, said
 from tests.support.secrets import bearer
 
 AT_ONCE = 2

@@ -20,7 +20,7 @@ from kvgrpc.transfer.protocol.types import (
     Timing,
     Want,
 )
-from tests.simulation.work import Work
+from tests.support.core_work import Work
 
 ME, KEY, TIMING = RankRef(RankId("P"), 1), RoomKey(5), Timing()
 D0, D1 = RankRef(RankId("D0"), 2), RankRef(RankId("D1"), 3)

@@ -14,7 +14,7 @@ from kvgrpc.rpc.interceptors import ALLOWED
 from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity, Token
 from kvgrpc.rpc.server import add_methods
 from kvgrpc.server.port.listener import Listener
-from tests.contract.serving import failure, once
+from tests.support.serving import failure, once
 
 SECRETS = {role: f"secret-of-{role.value}" for role in CallerRole}
 TOKENS = tuple(Token(role, secret) for role, secret in SECRETS.items())

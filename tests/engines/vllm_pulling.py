@@ -1,0 +1,75 @@
+"""vLLM engines whose host tier asks others for chunks, and how many chunks came."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from kvgrpc.client import SyncClient
+from kvgrpc.client.engines import cache_address
+from kvgrpc.errors import EngineNotFound
+from kvgrpc.v1 import prefetch_service_pb2 as pb
+from tests.engines.model import Case
+from tests.engines.vllm_engine import BLOCK, VllmEngine, vllm_arguments
+
+CHUNK_BYTES = 64 << 10  # of the tiny model
+
+
+def opened(
+    name: str, folder: Path, model: Path, registry: str, tp: int = 1, block: int = BLOCK, **more: object
+) -> VllmEngine:
+    orders = {
+        "type": "KvGrpcOrders",
+        "module_path": "kvgrpc.engines.vllm.orders",
+        "engine": name,
+        "registry": registry,
+        "data_plane": "shm",
+        "limits": {"threshold_tokens": BLOCK},
+        # A busy machine's engines may send nothing for seconds.
+        "pull": {"staging_pages": 64, "answer_timeout": 30.0, "stall_timeout": 30.0},
+    }
+    tier = {"type": "KvGrpcTier", "module_path": "kvgrpc.engines.vllm.tier", "peers": True, "timeout": 60.0}
+    offloading = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOnCpu",
+            "spec_module_path": "tests.engines.vllm_offloading_on_cpu",
+            "cpu_bytes_to_use": 64 * CHUNK_BYTES,
+            "secondary_tiers": [tier, orders],
+            **more,
+        },
+    }
+    arguments = {**vllm_arguments(model, tp), "block_size": block}
+    return VllmEngine(name, folder, {**arguments, "kv_transfer_config": offloading})
+
+
+def address(registry: str, name: str) -> str:
+    end = time.monotonic() + 30
+    while True:
+        with SyncClient(registry) as client:
+            try:
+                return cache_address(client.get_engine(name))
+            except EngineNotFound:
+                assert time.monotonic() < end, f"{name} is not in the registry"
+                time.sleep(0.1)
+
+
+def compute(engine: VllmEngine, case: Case) -> int:
+    """How many tokens of the prompt were not computed, as the engine counts."""
+    request = engine.generate(case.prompt, len(case.tokens))
+    assert request.result() == case.tokens
+    return request.cached
+
+
+def chunks_at(client: SyncClient, case: Case) -> int:
+    """Leading chunks that this engine or another one has."""
+    return client.lookup(pb.PromptPages(tokens=case.prompt)).storage_pages
+
+
+def has(client: SyncClient, case: Case, chunks: int) -> bool:
+    return chunks_at(client, case) == chunks
+
+
+def pulled(client: SyncClient) -> int:
+    return sum(each.done_pages for each in client.list_pulls().pulls)
