@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Mapping
 
 from google.protobuf.duration_pb2 import Duration
@@ -111,8 +110,10 @@ def pool_from_pb(message: pb.PagePool, path: str = "pools[0]", *, addresses: boo
         pages=message.pages,
         dtype=message.dtype,
         regions=Regions(
-            (r.layer, sys.intern(r.component), r.address if addresses else 0, r.page_stride_bytes, r.page_bytes)
-            for r in message.regions
+            [
+                (r.layer, r.component, r.address if addresses else 0, r.page_stride_bytes, r.page_bytes)
+                for r in message.regions
+            ]
         ),
         axes=message.axes,
         heads_total=message.heads_total,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.prefetch.protocol.votes import AgreementCore, Decided, Decision, Stage, Vote
 from kvgrpc.prefetch.threads.timers import Alarms
 from kvgrpc.rpc.callers import check_speaker
+from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.turns import next_turn
 from kvgrpc.rpc.within import within
 from kvgrpc.v1 import prefetch_service_pb2 as pb
@@ -26,6 +28,8 @@ MAX_VOTES_OF_A_MESSAGE = 4_096
 MAX_WAITING_MESSAGES = 65_536
 # About 2 ms of the loop.
 _VOTES_OF_A_TURN = 256
+# Of what is told: what one message takes to be made, and so does its sending.
+_DECISIONS_OF_A_MESSAGE = _MESSAGES_OF_A_MESSAGE = 512
 _HELLO_SECONDS = 5.0
 
 
@@ -107,7 +111,7 @@ class LeaderAgreement:
             self._streams[member] = stream
         if older is not None:
             older.end()
-        self._tell(decisions)
+        self._tell_soon(decisions)
         self._tell_live()
         writing = asyncio.ensure_future(stream.write_all(context.write))
         reading = asyncio.ensure_future(self._read_all(member, stream, context))
@@ -179,7 +183,7 @@ class LeaderAgreement:
                 return
             del self._streams[member]
             decisions = self._core.lose(member)
-        self._tell(decisions)
+        self._tell_soon(decisions)
         self._tell_live()
 
     def _expire_in_time(self) -> None:
@@ -202,10 +206,21 @@ class LeaderAgreement:
             decisions = self._core.expire(time.monotonic())
         self._tell(decisions)
 
+    def _tell_soon(self, decisions: list[Decision]) -> None:
+        """On the loop: as many as a rank may leave behind take many turns of it."""
+        if decisions:
+            background(self._tell_in_turns(decisions), "agreement-decisions")
+
+    async def _tell_in_turns(self, decisions: list[Decision]) -> None:
+        for first in range(0, len(decisions), _DECISIONS_OF_A_MESSAGE):
+            await next_turn()
+            self._tell(decisions[first : first + _DECISIONS_OF_A_MESSAGE])
+
     def _tell(self, decisions: list[Decision]) -> None:
         if not decisions:
             return
-        self._send(pb.JoinAgreementResponse(decisions=[wire.decision_to_pb(each) for each in decisions]))
+        if self._is_heard():
+            self._send(pb.JoinAgreementResponse(decisions=[wire.decision_to_pb(each) for each in decisions]))
         for decision in decisions:
             with self._lock:
                 decided = self._waiting.pop((decision.key, decision.stage), None)
@@ -243,7 +258,7 @@ class _Stream:
         self._beat_seconds = beat_seconds
         self._wake = asyncio.Event()
         self._lock = threading.Lock()
-        self._waiting: list[pb.JoinAgreementResponse] = []
+        self._waiting: deque[pb.JoinAgreementResponse] = deque()
         self._ended = False
 
     def put(self, message: pb.JoinAgreementResponse) -> None:
@@ -266,7 +281,7 @@ class _Stream:
             )
 
     async def write_all(self, write: Callable[[pb.JoinAgreementResponse], Any]) -> None:
-        """Everything that waits as one message, or a beat, until the stream ends.
+        """What waits, many things in one message, or a beat, until the stream ends.
 
         Raises TooManyRequests as ``check`` does."""
         while True:
@@ -274,14 +289,23 @@ class _Stream:
                 await within(self._beat_seconds, self._wake.wait())
             self._wake.clear()
             self.check()
+            await write(self._next_message())
+
+    def _next_message(self) -> pb.JoinAgreementResponse:
+        """What waits, or as much of it as is told at once."""
+        merged = pb.JoinAgreementResponse(beat=wire.beat_to_pb(time.monotonic()))
+        for _ in range(_MESSAGES_OF_A_MESSAGE):
             with self._lock:
-                messages, self._waiting = self._waiting, []
-            merged = pb.JoinAgreementResponse(beat=wire.beat_to_pb(time.monotonic()))
-            for message in messages:
-                if message.epoch:
-                    merged.ClearField("live")
-                merged.MergeFrom(message)
-            await write(merged)
+                if not self._waiting:
+                    return merged
+                message = self._waiting.popleft()
+            if message.epoch:
+                merged.ClearField("live")
+            merged.MergeFrom(message)
+            if merged.starts or len(merged.decisions) >= _DECISIONS_OF_A_MESSAGE:
+                break
+        self._wake.set()
+        return merged
 
 
 def ranks_of(rank: RankId, layout: Layout) -> list[RankId]:

@@ -408,6 +408,35 @@ async def test_votes_of_one_message_are_counted_in_many_turns_of_the_loop() -> N
     assert leader.close(5.0)
 
 
+async def test_what_a_rank_leaves_behind_is_told_in_many_turns_of_the_loop() -> None:
+    leader = LeaderAgreement(RankRef(RankId("E"), 1), Layout(tp=3))
+    leaves, stays = (RankId("E", tp=tp) for tp in (1, 2))
+    leader._streams = {member: _Stream(asyncio.get_running_loop(), 60.0) for member in (leaves, stays)}
+    for member in leader._streams:
+        leader._core.join(member)
+    for number in range(4_096):
+        leader._core.vote(leaves, Vote(str(number), Stage.HITS, 7, Stop.NONE), time.monotonic(), 60.0)
+    told, turns = 0, list[int]()
+
+    async def write(message: pb.JoinAgreementResponse) -> None:
+        nonlocal told
+        told += len(message.decisions)
+        turns.append(len(message.decisions))
+
+    writing = asyncio.ensure_future(leader._streams[stays].write_all(write))
+    leader._leave(leaves, leader._streams[leaves])
+    await until(lambda: told == 4_096)
+    assert max(turns) <= 512
+    # And where all of it waits, because the other end reads nothing for a while.
+    writing.cancel()
+    stream = leader._streams[stays]
+    for number in range(4_096):
+        decision = Decision(str(number), Stage.HITS, 0, Stop.RANK_ABSENT)
+        stream.put(pb.JoinAgreementResponse(decisions=[wire.decision_to_pb(decision)]))
+    assert [len(stream._next_message().decisions) for _ in range(9)] == [512] * 8 + [0]
+    assert leader.close(5.0)
+
+
 class _Member:
     """A rank's end of a stream whose messages it never reads."""
 
