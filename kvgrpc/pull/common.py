@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgrpc.prefetch.storage.keys import PageIdentity
+from kvgrpc.pull.heads import HeadRows, PageHeads, Share, ranks_with
 
 LAYOUT = "kvgrpc-common-1"
 """The layout of an identity begins so where the pages are in the common order, with the common names."""
@@ -26,8 +27,8 @@ DTYPES = frozenset({"float32", "float16", "bfloat16"})
 
 @dataclass(frozen=True, slots=True)
 class PageAxes:
-    """A page of keys and values of all of the model's heads. ``order``: its axes, outermost first; innermost are the
-    ``head_bytes`` of one head of keys or of values, of one token in one layer. A page may be made of ``blocks`` of
+    """A page of keys and values of ``heads`` of the model's heads. ``order``: its axes, outermost first; innermost are
+    the ``head_bytes`` of one head of keys or of values, of one token in one layer. A page may be made of ``blocks`` of
     ``tokens`` each, one after the other; "block" may be left out where it is one."""
 
     order: tuple[str, ...]
@@ -59,7 +60,13 @@ class PageAxes:
         """Of the page in the common order, at a cache with this identity."""
         layout = f"{LAYOUT} layers={self.layers} heads={self.heads} head_bytes={self.head_bytes}"
         return PageIdentity(
-            model=own.model, revision=own.revision, dtype=own.dtype, layout=layout, page_size=self.page_tokens
+            model=own.model,
+            revision=own.revision,
+            dtype=own.dtype,
+            layout=layout,
+            page_size=self.page_tokens,
+            tp_rank=own.tp_rank,
+            tp_size=own.tp_size,
         )
 
     def to_common(self, source: int, destination: int) -> None:
@@ -109,16 +116,37 @@ class SameNames:
 @dataclass(frozen=True, slots=True)
 class CommonPages:
     """The pages of a cache as engines of another kind have them. ``model``: its name to those, where the cache's own
-    identity has another."""
+    identity has another; ``heads_total``: the model's heads, of which a rank may have some; 0: not told, so that
+    engines of other tensor-parallel sizes are none of ours."""
 
     axes: PageAxes
     names: PageNames = field(default_factory=SameNames)
     model: str = ""
+    heads_total: int = 0
 
     def identity(self, own: PageIdentity) -> PageIdentity:
         """Of these pages, at a cache with this identity."""
         found = self.axes.identity(own)
         return replace(found, model=self.model) if self.model else found
+
+    def heads(self, own: PageIdentity) -> PageHeads:
+        """The heads of such a page, which lie so in the common order."""
+        axes = self.axes
+        rows = HeadRows(2 * axes.layers * axes.page_tokens, axes.head_bytes)
+        total = self.heads_total
+        return PageHeads(total, 0, total, (rows,)).of_rank(own.tp_size, own.tp_rank)
+
+    def shares(self, own: PageIdentity, tp_size: int) -> list[Share]:
+        """The ranks of an engine of another kind and of this size that have such a page together; none where it divides
+        the heads otherwise."""
+        if not self.heads_total:
+            return []
+        heads = self.heads(own)
+        return [self._share(own, heads.of_rank(tp_size, tp), tp_size, tp) for tp in ranks_with(heads, tp_size)]
+
+    def _share(self, own: PageIdentity, theirs: PageHeads, tp_size: int, tp: int) -> Share:
+        pages = replace(self, axes=replace(self.axes, heads=theirs.count))
+        return Share(tp, pages.identity(replace(own, tp_rank=tp, tp_size=tp_size)), (theirs,))
 
 
 def is_common(layout: str) -> bool:

@@ -156,9 +156,12 @@ class StagedShares(StagedMemory):
         page_bytes: int,
         page_tokens: int,
         dtype: str,
+        from_common: PageAxes | None = None,
     ) -> None:
-        """``page_bytes``: of a page of theirs, ``own_bytes``: of ours. Otherwise as StagedMemory."""
+        """``page_bytes``: of a page of theirs, ``own_bytes``: of ours. ``from_common``: axes of the cache's pages,
+        where what is put together is in the common order. Otherwise as StagedMemory."""
         super().__init__(plane, slots * shares, page_bytes, page_tokens, dtype)
+        self._from_common = from_common
         self.slots = StagingPages(range(slots))
         self._shares = shares
         self._moves = moves
@@ -172,11 +175,13 @@ class StagedShares(StagedMemory):
         """Pages put together into those of the cache; False, and nothing is written, once it is closed."""
         page = ctypes.create_string_buffer(self._own_bytes)  # the cache's page may lie in pieces of any size
         whole = ctypes.addressof(page)
-        with self._copying() as may:
+        with self._copying() as may, _between(self._from_common) as (axes, ordered):
             for slot, parts in zip(slots, buffers, strict=True) if may else ():
                 first = self._address + slot * self._shares * self.page_bytes
                 place(self._moves, range(first, first + self._shares * self.page_bytes, self.page_bytes), whole)
-                source = whole
+                if axes is not None:
+                    axes.from_common(whole, ordered)
+                source = ordered or whole
                 for address, nbytes in parts:
                     ctypes.memmove(address, source, nbytes)
                     source += nbytes

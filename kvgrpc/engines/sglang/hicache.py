@@ -10,6 +10,8 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -17,7 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 
 from kvgrpc.engines.compatibility import SGLANG, STORAGE, check
 from kvgrpc.engines.sglang import CACHE_LISTEN
-from kvgrpc.engines.sglang.cache.common import common_of
+from kvgrpc.engines.sglang.cache.common import common_of, heads_of_pool, words_of
 from kvgrpc.engines.sglang.cache.stored import StoredPages
 from kvgrpc.engines.sglang.clearing import Clearing
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
@@ -31,6 +33,7 @@ from kvgrpc.prefetch.storage.base import (
     StorageDown,
 )
 from kvgrpc.prefetch.storage.keys import KeyMode, Keys, PageIdentity
+from kvgrpc.pull.heads import PageHeads, Share, ranks_with
 from kvgrpc.pull.lending.exported import ExportedPages
 from kvgrpc.pull.lending.lender import LentPages
 from kvgrpc.pull.model import PullConfig
@@ -85,26 +88,44 @@ class KvGrpcStorage(HiCacheStorage):
             return None
         return StoredPages(self._backend, self._keys, pool.size_per_token * pool.page_size)
 
-    def pulls(self, model: str = "") -> tuple[LentPages, PeersBackend] | None:
+    def pulls(self, model: str = "", heads_total: int = 0) -> tuple[LentPages, PeersBackend] | None:
         """The pages that a CachePeer lends and the backend that it asks by; None where pulls are off. ``model``: as
-        engines of another kind call it."""
+        engines of another kind call it; ``heads_total``: its heads of keys and values, 0: unknown."""
         if self._exported is None or self._keys is None or not isinstance(self._backend, PeersBackend):
             return None
         identity, page_bytes = self._keys.identity, self._exported.page_bytes
+        found = LentPages(
+            self._exported, self._keys, page_bytes, identity.page_size, identity.dtype, fills=self._writes
+        )
         # Beside keys and values other pools have a part of each page, which other engines do not.
-        whole = len(self._pools) == 1
-        common = common_of(self._pools[str(PoolName.KV)], self._settings.key_mode, model) if whole else None
-        return LentPages(
-            self._exported, self._keys, page_bytes, identity.page_size, identity.dtype, common=common
-        ), self._backend
+        whole = len(self._pools) == 1 and not identity.replicated
+        return (self._with_heads(found, model, heads_total) if whole else found), self._backend
+
+    def _with_heads(self, pages: LentPages, model: str, heads_total: int) -> LentPages:
+        """For engines of other tensor-parallel sizes, and of another kind."""
+        pool, mode, identity = self._pools[str(PoolName.KV)], self._settings.key_mode, pages.keys.identity
+        own = heads_of_pool(pool, mode, heads_total, identity.tp_size, identity.tp_rank)
+        if own is None and identity.tp_size > 1:
+            return pages
+        pages = replace(pages, common=common_of(pool, mode, model, own))
+        return pages if own is None else replace(pages, heads=(own,), shares=partial(self._shares, own, identity))
+
+    def _shares(self, own: PageHeads, identity: PageIdentity, tp_size: int) -> list[Share]:
+        """The ranks of an engine like this one, of another size, that have our pages together."""
+        pool, mode, found = self._pools[str(PoolName.KV)], self._settings.key_mode, list[Share]()
+        for tp in ranks_with(own, tp_size):
+            theirs = own.of_rank(tp_size, tp)
+            words = words_of(pool, mode, theirs.count)
+            found.append(Share(tp, replace(identity, tp_rank=tp, tp_size=tp_size, layout=words), (theirs,)))
+        return found
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
-        self._keys = Keys(self._settings.key_mode, _identity(self._sglang, mem_pool_host))
+        self._keys = Keys(self._settings.key_mode, _identity(self._sglang, mem_pool_host, self._settings.key_mode))
         self._add_pool(str(PoolName.KV), mem_pool_host)
         if self.pull is not None and self._exported is None:
             page_bytes = mem_pool_host.size_per_token * mem_pool_host.page_size
-            self._exported = ExportedPages(self._exported_pages, page_bytes)
+            self._exported = ExportedPages(self._exported_pages if self._writes else 1, page_bytes)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
@@ -168,14 +189,19 @@ class KvGrpcStorage(HiCacheStorage):
         assert behind is not None
         return behind
 
+    @property
+    def _writes(self) -> bool:
+        """True if SGLang gives this rank pages to write: of ranks that hold the same bytes one does."""
+        return bool(getattr(self._sglang, "is_storage_writer", True))
+
     def _check_source(self, config: Any) -> None:
         """Raises InvalidRequest, FeatureDisabled."""
         if self.pull is None and not self._settings.storage:
             raise InvalidRequest.of("storage", "", "the name of a storage backend; with pull it may be left out")
-        if self.pull is not None and config.tp_size * config.pp_size * config.attn_cp_size > 1:
+        if self.pull is not None and config.pp_size * config.attn_cp_size * config.dcp_size > 1:
             remedy = "leave pull out of the extra config"
             raise FeatureDisabled(
-                f"pulls between SGLang engines of several ranks are not built: {remedy}",
+                f"pulls of SGLang engines with several stages or context ranks are not built: {remedy}",
                 metadata={"feature": "pull", "howToEnable": remedy},
             )
         if self.pull is not None and not os.environ.get(CACHE_LISTEN):
@@ -286,12 +312,11 @@ def _settle(results: Sequence[PageResult]) -> None:
                 logger.error("kvgrpc: storage still uses pages of a call that timed out; SGLang must not have them yet")
 
 
-def _identity(config: Any, pool: Any) -> PageIdentity:
-    shape = [f"{name}={getattr(pool, name)}" for name in ("layer_num", "head_num", "head_dim") if hasattr(pool, name)]
+def _identity(config: Any, pool: Any, mode: KeyMode) -> PageIdentity:
     return PageIdentity(
         model=config.model_name or "",
         dtype=str(getattr(pool, "dtype", "")).removeprefix("torch."),
-        layout=" ".join([type(pool).__name__, str(getattr(pool, "layout", "")), *shape]),
+        layout=words_of(pool, mode),
         page_size=config.logical_page_size or getattr(pool, "page_size", 1),
         tp_rank=config.tp_rank,
         tp_size=config.tp_size,

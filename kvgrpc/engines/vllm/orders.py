@@ -240,7 +240,7 @@ class KvGrpcOrders(SecondaryTierManager):
             logger.info("kvgrpc: pages are exchanged with vLLM engines alone: the order of bytes of these is not known")
             return None
         self._common = NotedNames(self._names.page_tokens, max(_LEAST_NAMES, 2 * self._chunks))
-        return CommonPages(axes, self._common)
+        return CommonPages(axes, self._common, heads_total=axes.heads)
 
     def _cache(self, rank: RankRef, spec: Any) -> OffloadedCache:
         found = identity_of(spec, self.block_size_bytes)

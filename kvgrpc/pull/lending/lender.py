@@ -48,7 +48,8 @@ class LentPages:
 
     ``heads``: where heads lie in a page, part after part; none: that cannot be told. ``shares``: which ranks of an
     engine of another tensor-parallel size have a page of ours together; none: its pages are not to be had. ``common``:
-    how engines of another kind have our pages, and we theirs; None: not at all.
+    how engines of another kind have our pages, and we theirs; None: not at all. ``fills``: False at a rank into whose
+    ``cache`` nothing ever comes, because another rank has the same bytes and lends them for both.
     """
 
     cache: HostCache
@@ -59,6 +60,7 @@ class LentPages:
     heads: tuple[PageHeads, ...] = ()
     shares: Callable[[int], Sequence[Share]] = lambda tp_size: ()
     common: CommonPages | None = None
+    fills: bool = True
 
 
 class Lender:
@@ -95,10 +97,17 @@ class Lender:
         return self._cache.count(own) if own else 0
 
     def lend(
-        self, hashes: Sequence[str], first: int, room: int, taker: RankRef, *, common: bool = False
+        self,
+        hashes: Sequence[str],
+        first: int,
+        room: int,
+        taker: RankRef,
+        *,
+        common: bool = False,
+        most: int | None = None,
     ) -> Loan | None:
         """Copies ``hashes[first:]`` as far as the host has them and as there is room for. None: nothing is lent.
-        ``common``: these are common names, and the copies are in the common order.
+        ``common``: these are common names, and the copies are in the common order; ``most``: pages, None: all.
 
         Raises TooManyRequests while everything that this taker may have, or that there is, is lent. Who waits asks each
         20 ms, and the cache is not read for it.
@@ -112,7 +121,7 @@ class Lender:
             there = len(pages) - first
             if there < 1:
                 return None
-            staged = self._take(taker, there)
+            staged = self._take(taker, there if most is None else min(there, most))
             try:
                 lent = map(self._cache.buffers, pages[first : first + len(staged)])
                 axes = self._common.axes if common and self._common is not None else None

@@ -25,7 +25,7 @@ from kvgrpc.pull.model import Found, Holder, Lent, PullConfig, alone
 from kvgrpc.pull.taking.indexed import IndexAnswer, IndexedHolders
 from kvgrpc.pull.taking.silent import SilentHolders
 from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
-from kvgrpc.registry.model import ResolvedEngine
+from kvgrpc.registry.model import RankRow, ResolvedEngine
 from kvgrpc.registry.wire import PoolCache, engine_from_pb
 from kvgrpc.rpc.dialing.channels import ChannelPool
 from kvgrpc.rpc.within import within
@@ -72,7 +72,8 @@ class Holders:
         self._model = model
         self._layout = layout
         self._own, self._find_shares = identity, shares
-        self._shares: dict[int, dict[int, Share]] = {}
+        # By tensor-parallel size, and whether the engine is of another kind.
+        self._shares: dict[tuple[int, bool], dict[int, Share]] = {}
         self._common = common
         # Addresses of those that refused our own identity: another kind, which may know the common order.
         self._of_other_kind: set[str] = set()
@@ -221,29 +222,37 @@ class Holders:
                 f"sizes of {engine.name}", f"pages of {engine.name} are not taken: {one_line(str(unlike))}"
             )
 
-    def shares_of(self, tp_size: int) -> Mapping[int, Share]:
+    def shares_of(self, tp_size: int, common: bool = False) -> Mapping[int, Share]:
         """By tp rank, those of an engine of this size that have our pages together; none where they cannot be had.
+        ``common``: of an engine of another kind.
 
         Where all ranks hold the same bytes one of them does, and our ranks ask different ones.
         """
+        if common and self._common is None:
+            return {}
         if tp_size == self._layout.tp or self._own.replicated:
             tp = self._ref.rank.tp % tp_size
-            return {tp: Share(tp, self._own)}
-        found = self._shares.get(tp_size)
+            return {tp: Share(tp, self._common[1] if common and self._common is not None else self._own)}
+        found = self._shares.get((tp_size, common))
         if found is None:
-            if len(self._shares) >= _MOST_SIZES:  # each has memory of its own
+            if sum(each is common for _, each in self._shares) >= _MOST_SIZES:  # each has memory of its own
                 return {}
-            found = {each.tp: each for each in self._find_shares(tp_size)}
+            found = {each.tp: each for each in self._shares_found(tp_size, common)}
             if found:
-                self._shares[tp_size] = found
+                self._shares[tp_size, common] = found
         return found
+
+    def _shares_found(self, tp_size: int, common: bool) -> Sequence[Share]:
+        if common and self._common is not None:
+            return self._common[0].shares(self._own, tp_size)
+        return self._find_shares(tp_size)
 
     def _unlike(self, engine: ResolvedEngine) -> InvalidRequest | None:
         """The first of its parallel sizes for which its pages have other bytes than ours, and ours cannot be made of
         them."""
         for axis in ("tp", "pp", "cp"):
             theirs, ours = getattr(engine.layout, axis), getattr(self._layout, axis)
-            if theirs != ours and not (axis == "tp" and self.shares_of(theirs)):
+            if theirs != ours and not (axis == "tp" and (self.shares_of(theirs) or self.shares_of(theirs, True))):
                 return InvalidRequest.of(f"identity.{axis}_size", theirs, f"{ours}, as this cache's pages have")
         return None
 
@@ -253,32 +262,52 @@ class Holders:
             return
         if self._model.differences(engine.model) or self._unlike(engine) is not None:
             return
-        shares = self.shares_of(engine.layout.tp)
-        there: dict[int, dict[int, Holder]] = {}
+        own_kind = self.shares_of(engine.layout.tp)
+        shares = own_kind or self.shares_of(engine.layout.tp, common=True)
+        for rows in self._lending(engine).values():
+            tps = self._who_has(shares, rows)
+            if all(tp in rows for tp in tps):
+                first, *others = (self._holder(engine, rows[tp], shares, not own_kind) for tp in tps)
+                yield replace(first, others=tuple(others))
+
+    def _lending(self, engine: ResolvedEngine) -> Mapping[int, Mapping[int, RankRow]]:
+        """Rows that lend what this rank could take, by dp and tp."""
+        own, found = self._ref.rank, dict[int, dict[int, RankRow]]()
         for row in engine.rows:
             rank, ends = row.ref.rank, row.endpoints
-            if ends.grpc and ends.cache and (rank.pp, rank.cp) == (own.pp, own.cp) and rank.tp in shares:
-                there.setdefault(rank.dp, {})[rank.tp] = Holder(
-                    engine.name,
-                    ends.grpc,
-                    ends.cache,
-                    rank.dp,
-                    row.serves_events,
-                    engine.layout,
-                    rank.tp,
-                    engine.layout.tp if shares[rank.tp].parts else 0,
-                    ends.grpc in self._of_other_kind,
-                )
-        for ranks in there.values():
-            if len(ranks) == len(shares):
-                first, *others = (ranks[tp] for tp in shares)
-                yield replace(first, others=tuple(others))
+            if ends.grpc and ends.cache and (rank.pp, rank.cp) == (own.pp, own.cp):
+                found.setdefault(rank.dp, {})[rank.tp] = row
+        return found
+
+    def _holder(self, engine: ResolvedEngine, row: RankRow, shares: Mapping[int, Share], other_kind: bool) -> Holder:
+        rank, ends, layout = row.ref.rank, row.endpoints, engine.layout
+        divided = rank.tp in shares and bool(shares[rank.tp].parts)
+        return Holder(
+            engine.name,
+            ends.grpc,
+            ends.cache,
+            rank.dp,
+            row.serves_events,
+            layout,
+            rank.tp,
+            layout.tp if divided else 0,
+            other_kind or ends.grpc in self._of_other_kind,
+        )
+
+    def _who_has(self, shares: Mapping[int, Share], rows: Mapping[int, RankRow]) -> Sequence[int]:
+        """The tp ranks that are asked. Of those that hold the same bytes some may not lend."""
+        if self._own.replicated and not shares.keys() & rows.keys():
+            return list(rows)[self._ref.rank.tp % len(rows) :][:1]
+        return list(shares)
 
     async def _count(self, holder: Holder, hashes: Mapping[bool, Sequence[bytes]], seconds: float) -> Found:
         """Its leading pages; where others of its engine have the rest of each page, those that all of them have."""
         asked = (self._count_one(each, hashes, seconds) for each in (holder, *holder.others))
         found, *others = await asyncio.gather(*asked)
-        return replace(found, pages=min(each.pages for each in (found, *others)), others=tuple(others))
+        pages = min(each.pages for each in (found, *others))
+        if any(each.holder.common is not found.holder.common for each in others):
+            pages = 0  # one of them was asked in a way that it will not be asked again
+        return replace(found, pages=pages, others=tuple(others))
 
     async def _count_one(self, holder: Holder, hashes: Mapping[bool, Sequence[bytes]], seconds: float) -> Found:
         """``hashes``: our own, and the common ones."""
@@ -299,7 +328,7 @@ class Holders:
 
     def _is_of_other_kind(self, holder: Holder, refused: KvGrpcError) -> bool:
         """True if what it refused is our own identity, and it may be asked for pages in the common order."""
-        if self._common is None or holder.common or holder.tp_size or holder.others:
+        if holder.common or not self.shares_of(holder.tp_size or self._layout.tp, common=True):
             return False
         return isinstance(refused, InvalidRequest) and str(refused.metadata.get("field")).startswith("identity.")
 
@@ -311,10 +340,9 @@ class Holders:
 
     def _identity_of(self, holder: Holder) -> pb.PageIdentity:
         """The identity that its pages must have."""
-        if holder.common and self._common is not None:
-            return wire.identity_to_pb(self._common[1])
-        identity = self._shares[holder.tp_size][holder.tp].identity if holder.tp_size else self._own
-        return wire.identity_to_pb(identity)
+        if holder.tp_size:
+            return wire.identity_to_pb(self.shares_of(holder.tp_size, holder.common)[holder.tp].identity)
+        return wire.identity_to_pb(self._common[1] if holder.common and self._common is not None else self._own)
 
     async def _call(self, holder: Holder, method: str, request: Any, seconds: float) -> Any:
         if self._closed:

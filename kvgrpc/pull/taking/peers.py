@@ -97,6 +97,11 @@ class PeersBackend:
     def count_leading(self, keys: Sequence[str], timeout: float) -> int:
         return self._count(self._prompt(keys), 0, keys, timeout)
 
+    def count_peers(self, keys: Sequence[str], timeout: float) -> int:
+        """``count_leading`` of the best holder alone."""
+        found = blocking(self._ask(self._prompt(keys), 0, timeout))
+        return 0 if found is None else min(found.pages, len(keys))
+
     def count_stored(self, keys: Sequence[str], timeout: float) -> int:
         """``count_leading`` of storage alone: for who cannot wait for peers."""
         return 0 if self._storage is None else self._storage.count_leading(keys, timeout)

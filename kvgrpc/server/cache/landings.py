@@ -29,19 +29,20 @@ class Landings:
     def __init__(
         self,
         staging: Staging,
-        take_memory: Callable[[int], StagedShares],
+        take_memory: Callable[[Holder], StagedShares],
         receive: Callable[[StagedMemory, int], DecodeManager],
         loop: LoopThread,
         axes: PageAxes | None = None,
     ) -> None:
-        """``take_memory``: for holders of a tensor-parallel size; ``receive``: what receives in it at most so many
-        pages; ``axes``: of our pages, where holders of another kind lend theirs in the common order."""
+        """``take_memory``: for holders whose pages are divided as this one's; ``receive``: what receives in it at most
+        so many pages; ``axes``: of our pages, where holders of another kind lend theirs in the common order."""
         self._staging, self._take_memory, self._receive = staging, take_memory, receive
         self._loop = loop
         self._opening = threading.Lock()
-        self._of_size: dict[int, Landing] = {}
+        # By tensor-parallel size, and whether pages come in the common order.
+        self._of_size: dict[tuple[int, bool], Landing] = {}
         # Whoever was late to open a place finds its memory the next time.
-        self._memory: dict[int, StagedShares] = {}
+        self._memory: dict[tuple[int, bool], StagedShares] = {}
         self._shares: list[StagedShares] = []
         self._draining = self._ended = False
         own = receive(staging, staging.landing.size)
@@ -56,17 +57,16 @@ class Landings:
 
     def of(self, holder: Holder) -> Landing:
         """Raises KvGrpcError where there is no memory for its pages, or the cache is closing."""
-        if holder.common:
-            return self._common
         if not holder.tp_size:
-            return self._own
-        if holder.tp_size in self._of_size:  # without the lock: another size may be seconds on its way
-            return self._of_size[holder.tp_size]
+            return self._common if holder.common else self._own
+        size = holder.tp_size, holder.common
+        if size in self._of_size:  # without the lock: another size may be seconds on its way
+            return self._of_size[size]
         with self._opening:
-            if holder.tp_size not in self._of_size:
+            if size not in self._of_size:
                 self._check_sizes(holder)
                 self._open(holder)
-            return self._of_size[holder.tp_size]
+            return self._of_size[size]
 
     def start(self) -> None:
         watch_staging(self._staging.use)
@@ -98,7 +98,7 @@ class Landings:
             forget_staging(use)
 
     def _check_sizes(self, holder: Holder) -> None:
-        if holder.tp_size not in self._memory and len(self._memory) >= MOST_SIZES:
+        if (holder.tp_size, holder.common) not in self._memory and len(self._memory) >= MOST_SIZES:
             raise TooManyRequests(
                 f"pages of {holder.engine} are of tensor-parallel size {holder.tp_size}, "
                 f"and those of {MOST_SIZES} other sizes have the memory to land in",
@@ -108,10 +108,11 @@ class Landings:
     def _open(self, holder: Holder) -> None:
         what = f"pages of {holder.engine}, of tensor-parallel size {holder.tp_size},"
         try:
-            memory = self._memory.get(holder.tp_size)
+            size = holder.tp_size, holder.common
+            memory = self._memory.get(size)
             if memory is None:
-                memory = self._memory[holder.tp_size] = self._take_memory(holder.tp_size)
-            self._loop.run(self._start(holder.tp_size, memory), _OPEN_SECONDS)
+                memory = self._memory[size] = self._take_memory(holder)
+            self._loop.run(self._start(size, memory), _OPEN_SECONDS)
         except (MemoryError, OSError, ValueError) as error:
             most = self._staging.landing.size
             metadata = {"limit": most, "value": most, "scope": "landing pages"}
@@ -119,7 +120,7 @@ class Landings:
         except (TimeoutError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError) as error:
             raise ServerDraining(f"{what} are not received: the event loop is busy or has ended") from error
 
-    async def _start(self, tp_size: int, memory: StagedShares) -> None:
+    async def _start(self, size: tuple[int, bool], memory: StagedShares) -> None:
         """In one turn of the loop: a drain before it leaves nothing that nobody closes, one after it finds all."""
         if self._ended or self._draining:
             raise ServerDraining("the cache is closing and takes nothing more")
@@ -128,4 +129,4 @@ class Landings:
         watch_staging(memory.use)
         self.managers.append(manager)
         self._shares.append(memory)
-        self._of_size[tp_size] = Landing(manager, memory)
+        self._of_size[size] = Landing(manager, memory)

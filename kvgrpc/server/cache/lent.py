@@ -21,7 +21,7 @@ def lent_of(cache: PrefetchManager) -> LentPages:
     shape, namespace = cache.config.shape, cache.namespace
     own = _heads_of(shape)
     found = LentPages(_HostCache(cache), cache.keys, shape.page_bytes, shape.page_tokens, shape.dtype)
-    if (namespace.tp_size, namespace.pp_size, namespace.cp_size) == (1, 1, 1):
+    if (namespace.pp_size, namespace.cp_size) == (1, 1) and (own is not None or namespace.tp_size == 1):
         found = replace(found, common=_common_of(shape, cache.host.layout))
     if own is None or namespace.replicated:
         return found
@@ -52,7 +52,7 @@ def _heads_of(shape: PageShape) -> PageHeads | None:
 
 
 def _common_of(shape: PageShape, layout: HostLayout) -> CommonPages | None:
-    """Of a cache with all heads and layers of the model, whose hashes are the common ones."""
+    """Of a cache with all layers of the model, whose hashes are the common ones."""
     sizes = [each.layer_bytes for each in shape.components]
     if [each.name for each in shape.components] != ["k", "v"] or sizes[0] != sizes[1] or shape.dtype not in DTYPES:
         return None
@@ -61,7 +61,8 @@ def _common_of(shape: PageShape, layout: HostLayout) -> CommonPages | None:
         return None
     token_first = layout is HostLayout.PAGE_FIRST
     order = ("kv", "token", "layer", "head") if token_first else ("kv", "layer", "token", "head")
-    return CommonPages(PageAxes(order, shape.layers, shape.page_tokens, shape.heads, sizes[0] // row))
+    axes = PageAxes(order, shape.layers, shape.page_tokens, shape.heads, sizes[0] // row)
+    return CommonPages(axes, heads_total=shape.heads_total)
 
 
 class _HostCache:

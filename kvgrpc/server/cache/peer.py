@@ -21,7 +21,7 @@ from kvgrpc.pull.book import PullBook
 from kvgrpc.pull.heads import moves
 from kvgrpc.pull.lending.lender import Lender, LentPages
 from kvgrpc.pull.lending.servicer import PullServicer
-from kvgrpc.pull.model import Found, Lent, PullConfig, alone
+from kvgrpc.pull.model import Found, Holder, Lent, PullConfig, alone
 from kvgrpc.pull.staging import StagedMemory, StagedShares, Staging
 from kvgrpc.pull.taking.holders import Holders
 from kvgrpc.pull.taking.peers import PeersBackend
@@ -69,10 +69,14 @@ class CachePeer:
         lends: LentPages,
         backend: PeersBackend,
         rank_drains: Callable[[], bool],
+        hands_off: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Opens the data plane and takes the staging memory. Raises FeatureDisabled, MemoryError."""
+        """Opens the data plane and takes the staging memory. Raises FeatureDisabled, MemoryError.
+
+        ``hands_off``: whether the rank's hand-offs are being written.
+        """
         self._config, self._pull, self._ref = config, pull, ref
-        self._rank_drains = rank_drains
+        self._rank_drains, self._hands_off = rank_drains, hands_off
         self._backend = backend
         self._loop = LoopThread.shared()
         self.plane: DataPlane = _plane_like(config)
@@ -104,7 +108,8 @@ class CachePeer:
         self._lender = Lender(lends.cache, staging, self._sending, self.book, common=lends.common)
         self._taker = Taker(self._landings.of, self._lend, self.book, pull.stall_timeout, self._holders.silent)
         lent_as = None if common is None else common[1]
-        self.servicer = PullServicer(ref, config.layout, identity, self._lender, staging, self.book, lent_as)
+        mine = ref, config.layout, identity
+        self.servicer = PullServicer(*mine, self._lender, staging, self.book, lent_as, self._hands_off)
         self._listener = Listener({_SERVICES[0]: lambda: self._sending.healthy}, Admission(config.call_limits))
 
     @property
@@ -237,14 +242,17 @@ class CachePeer:
             text = f"{holder.engine} at {holder.address} was not asked: {error or type(error).__name__}"
             raise PeerUnreachable(text, metadata={"address": holder.address}) from None
 
-    def _take_memory(self, lends: LentPages, tp_size: int) -> StagedShares:
+    def _take_memory(self, lends: LentPages, holder: Holder) -> StagedShares:
         """Memory as large as the landing half of staging, for other pages. Raises ValueError, MemoryError, OSError."""
-        shares = list(self._holders.shares_of(tp_size).values())
+        shares = list(self._holders.shares_of(holder.tp_size, holder.common).values())
         page_bytes = max(share.page_bytes for share in shares)
         slots = max(1, self._staging.landing.size * lends.page_bytes // (len(shares) * page_bytes))
-        plan = moves(lends.heads, [share.parts for share in shares])
+        own, axes = lends.heads, None
+        if holder.common and lends.common is not None:
+            own, axes = (lends.common.heads(lends.keys.identity),), lends.common.axes
+        plan = moves(own, [share.parts for share in shares])
         sizes = lends.page_bytes, page_bytes, lends.page_tokens
-        return StagedShares(self.plane, slots, len(shares), plan, *sizes, lends.dtype)
+        return StagedShares(self.plane, slots, len(shares), plan, *sizes, lends.dtype, axes)
 
     def _receive(self, memory: StagedMemory, most: int) -> DecodeManager:
         bounds = replace(self._transfer.bounds, held_pages=most)

@@ -39,6 +39,7 @@ from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_serve
 Pulls = tuple[LentPages, PeersBackend]
 
 _SERVICES = ("kvgrpc.v1.PrefetchService", "kvgrpc.v1.ServerService")
+_PULLS = "kvgrpc.v1.PullService"
 _STOP_SECONDS = 10.0
 _AGAIN_SECONDS = 5.0
 _GRACE_SECONDS = 0.5
@@ -52,13 +53,17 @@ class CacheServer:
     A registry that is away does not keep an engine from starting: the row comes when the registry does.
     """
 
-    def __init__(self, config: RankConfig, cache: ServedCache, pulls: Pulls | None = None) -> None:
+    def __init__(self, config: RankConfig, rank: RankRef, cache: ServedCache | None, pulls: Pulls | None) -> None:
+        """``cache``: None at a rank that takes no orders, since the leading one passes them on: it serves pulls
+        alone."""
         self.config = config
+        self.rank = rank
         self.cache = cache
         self.address = ""
         self._loop = LoopThread.shared()
-        self._servicer = PrefetchServicer(cache)
-        self._listener = Listener({_SERVICES[0]: lambda: cache.healthy}, Admission(config.call_limits))
+        self._servicer = None if cache is None else PrefetchServicer(cache)
+        served = _PULLS if cache is None else _SERVICES[0]
+        self._listener = Listener({served: self._is_well}, Admission(config.call_limits))
         self._registration: Registration | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._registering: asyncio.Task[None] | None = None
@@ -79,22 +84,23 @@ class CacheServer:
         """On the loop: leaves the registry and begins nothing new."""
         await self._listener.drain()
         await self._leave_registry()
-        self.cache.drain()
-        self._servicer.drain()
+        if self._servicer is not None:
+            self._servicer.drain()
         if self._peer is not None:
             await self._peer.drain(grace)
-        return not self.cache.book.open(), 0
+        return self.cache is None or not self.cache.book.open(), 0
 
     async def undrain(self, end_drain: Callable[[], Awaitable[None]]) -> None:
         """Its row comes when the registry takes it, as at the start."""
         if self._closing:
-            raise ServerDraining(f"the cache of {self.cache.rank} is about to end")
+            raise ServerDraining(f"the cache of {self.rank} is about to end")
         await end_drain()
         if not self._listener.draining:
             return
         if self._leaving is not None:
             await asyncio.shield(self._leaving)  # its Deregister would take the new row
-        self._servicer.undrain()
+        if self._servicer is not None:
+            self._servicer.undrain()
         if self._peer is not None:
             self._peer.undrain_now()
         self._begin_to_register()
@@ -105,7 +111,7 @@ class CacheServer:
         if self._pulls is not None and config.pull is not None:
             lends, backend = self._pulls
             self._peer = await asyncio.to_thread(
-                CachePeer, config, config.pull, self.cache.rank, lends, backend, lambda: self._listener.draining
+                CachePeer, config, config.pull, self.rank, lends, backend, lambda: self._listener.draining
             )
             await self._peer.open()
         bound = await self._listener.start(
@@ -118,7 +124,7 @@ class CacheServer:
         self.address = advertised(bound[0], config.advertise)
         logger.info(
             "kvgrpc: the cache of %s is served at %s, registry %s",
-            self.cache.rank,
+            self.rank,
             self.address,
             config.registry or "none",
         )
@@ -141,17 +147,28 @@ class CacheServer:
                 self._lines.warning("registry", f"{row.ref} is not registered: {one_line(str(error))}")
                 epoch = error.metadata.get("currentEpoch", "")
                 if epoch.isdigit():  # our clock is behind an earlier incarnation's
-                    self.cache.rank = RankRef(row.ref.rank, int(epoch) + 1)
+                    self._begin_as(RankRef(row.ref.rank, int(epoch) + 1))
                     continue
                 await asyncio.sleep(_AGAIN_SECONDS)
             else:
                 self._registration = registration
                 return
 
+    def _begin_as(self, rank: RankRef) -> None:
+        self.rank = rank
+        if self.cache is not None:
+            self.cache.rank = rank
+
+    def _is_well(self) -> bool:
+        if self.cache is None:
+            return self._peer is not None and self._peer.healthy
+        return self.cache.healthy
+
     def _row(self) -> RankRow:
         config = self.config
-        endpoints = Endpoints(self.address, cache="" if self._peer is None else self._peer.address)
-        return RankRow(self.cache.rank, Role.UNIFIED, endpoints, config.layout, model=config.model)
+        lends = self._peer is not None and self._pulls is not None and self._pulls[0].fills
+        endpoints = Endpoints(self.address, cache=self._peer.address if self._peer is not None and lends else "")
+        return RankRow(self.rank, Role.UNIFIED, endpoints, config.layout, model=config.model)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         return open_channel(address, self.config.client_security, own_connection=True)
@@ -172,19 +189,21 @@ class CacheServer:
         if self._peer is not None:
             await self._peer.close(ClosingTime(deadline))
         await self._listener.stop(min(_GRACE_SECONDS, deadline), deadline)
-        self._servicer.close()
+        if self._servicer is not None:
+            self._servicer.close()
 
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
-        add_PrefetchServiceServicer_to_server(self._servicer, server)
-        names: tuple[str, ...] = _SERVICES
+        names: tuple[str, ...] = _SERVICES if self._servicer is not None else _SERVICES[1:]
+        if self._servicer is not None:
+            add_PrefetchServiceServicer_to_server(self._servicer, server)
         if self._peer is not None:
             add_PullServiceServicer_to_server(self._peer.servicer, server)
-            names = (*names, "kvgrpc.v1.PullService")
+            names = (*names, _PULLS)
         limits = ServerLimits(calls=limits_to_pb(self.config.call_limits))
         info = ServerInfo(
             version=kvgrpc.__version__,
             services=names,
-            rank=self.cache.rank,
+            rank=self.rank,
             role=Role.UNIFIED,
             limits=limits,
             security=self.config.server_security,
@@ -196,10 +215,13 @@ class CacheServer:
         return names
 
 
-def open_cache(config: RankConfig, make: Callable[[RankRef], ServedCache], pulls: Pulls | None = None) -> CacheServer:
+def open_cache(
+    config: RankConfig, make: Callable[[RankRef], ServedCache] | None, pulls: Pulls | None = None
+) -> CacheServer:
     """Serves the cache that ``make`` gives for the name and incarnation of this engine; blocks until the port is bound.
 
-    ``config`` has the role UNIFIED and no pools. ``pulls``, where it has a ``pull``: the pages that are lent to other
+    ``config`` has the role UNIFIED and no pools. ``make``: None at a rank that is given orders by way of the
+    leading one: it lends and takes pages. ``pulls``, where ``config`` has a ``pull``: the pages that are lent to other
     engines, and the storage backend by which the engine asks for theirs. Raises InvalidRequest, AddressNotAllowed, and
     FeatureDisabled for a data plane that is not there. For the process that has the cache: what a fork inherits refuses
     to work.
@@ -208,7 +230,8 @@ def open_cache(config: RankConfig, make: Callable[[RankRef], ServedCache], pulls
         given = config.role.name if config.role is not Role.UNIFIED else "registry embedded"
         raise InvalidRequest.of("role", given, "Role.UNIFIED, with the address of a registry or none")
     check(config)
-    server = CacheServer(config, make(RankRef(config.rank, new_epoch())), pulls)
+    rank = RankRef(config.rank, new_epoch())
+    server = CacheServer(config, rank, None if make is None else make(rank), pulls)
     try:
         LoopThread.shared().run(server._open(), config.start_timeout)
     except BaseException:

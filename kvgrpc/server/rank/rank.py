@@ -250,9 +250,8 @@ class Rank(Generic[Transfer]):
         self._served = self.prefetch if config.cache is None else config.cache(self.ref)
         self.transfer.start()
         if self.prefetch is not None and parts.peers is not None and config.pull is not None:
-            parts.cache_peer = await asyncio.to_thread(
-                CachePeer, config, config.pull, self.ref, lent_of(self.prefetch), parts.peers, self._drains
-            )
+            mine = config, config.pull, self.ref, lent_of(self.prefetch), parts.peers
+            parts.cache_peer = await asyncio.to_thread(CachePeer, *mine, self._drains, self._hands_off)
             await parts.cache_peer.open()
             self.load.add_pulls(parts.cache_peer.add_load)
         if parts.registry is not None:
@@ -384,6 +383,9 @@ class Rank(Generic[Transfer]):
     def _drains(self) -> bool:
         listener = self._parts.listener
         return listener is not None and listener.draining
+
+    def _hands_off(self) -> bool:
+        return isinstance(self.transfer, PrefillManager) and self.transfer.is_writing
 
     def _callers(self) -> CallersHere:
         listener, events, registry = self._parts.listener, self._parts.event_servicer, self._parts.registry

@@ -209,6 +209,11 @@ class PrefillManager(TransferManager[PrefillRoom]):
         return self.core.has_unknown_writes
 
     @property
+    def is_writing(self) -> bool:
+        """True while a write has not ended."""
+        return bool(self.core.open_writes)
+
+    @property
     def bytes_written(self) -> int:
         return self._worker.bytes_written
 

@@ -14,15 +14,15 @@ import pytest
 from kvgrpc.cli.main import main
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.observability.metrics import REGISTRY
-from kvgrpc.prefetch.model import OperationState
-from kvgrpc.pull.lending import lender
-from kvgrpc.pull.model import PullDirection
+from kvgrpc.prefetch.model import OperationKind, OperationState
+from kvgrpc.pull.lending import lender, servicer
+from kvgrpc.pull.model import PullConfig, PullDirection
 from kvgrpc.pull.wire import identity_to_pb
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import pull_service_pb2 as pb
 from kvgrpc.v1.pull_service_pb2_grpc import PullServiceStub
 from kvgrpc.wire import rank_ref_to_pb
-from tests.support.cache_serving import SHAPE, CacheRank, hashes_of, prompt
+from tests.support.cache_serving import LIMITS, SHAPE, CacheRank, hashes_of, prompt
 from tests.support.pull_fleet import PullFleet, nothing_is_lent, peer_of, pulled
 from tests.support.waiting import wait_until
 
@@ -39,6 +39,46 @@ def test_pages_of_another_engine_arrive_with_the_same_bytes(fleet: PullFleet) ->
     taken = peer_of(taker).book.rows()
     assert sum(each.done for each in taken) == 20 and not any(each.failure for each in taken)
     assert {each.direction for each in peer_of(holder).book.rows()} == {PullDirection.LENT}
+
+
+def test_a_pull_waits_for_a_hand_off_that_is_being_written(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "GIVES_WAY_SECONDS", 60.0)
+    patient = PullConfig(staging_pages=16, answer_timeout=60.0, stall_timeout=60.0)
+    holder, taker = (
+        fleet.open(name, pull=patient, limits=replace(LIMITS, storage_timeout=60.0)) for name in ("holder", "taker")
+    )
+    wait_until(lambda: bool(peer_of(taker)._holders.candidates()))
+    hashes = hashes_of(prompt(4))
+    holder.fill(hashes)
+    looks, writes = list[bool](), [True]
+
+    def hands_off() -> bool:
+        looks.append(writes[0])
+        return writes[0]
+
+    monkeypatch.setattr(peer_of(holder).servicer, "_hands_off", hands_off)
+    operation = taker.start(OperationKind.PREFETCH, hashes)
+    wait_until(lambda: len(looks) > 3, 20.0)
+    assert not peer_of(holder).book.rows()
+    writes[0] = False
+    assert operation.wait(60.0)
+    taker.assert_bytes(hashes)
+    assert not looks[-1] and [row.lent for row in peer_of(holder).book.rows()] == [4]
+
+
+def test_a_hand_off_that_hangs_costs_pulls_the_size_of_their_batches(
+    fleet: PullFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servicer, "PIECE_BYTES", 2 * SHAPE.page_bytes)
+    holder, taker = fleet.pair()
+    hashes = hashes_of(prompt(7))
+    holder.fill(hashes)
+    core: Any = holder.rank.transfer.core  # type: ignore[attr-defined]
+    core.open_writes += 1
+    assert pulled(taker, hashes).completed == 7
+    core.open_writes -= 1
+    taker.assert_bytes(hashes)
+    assert max(row.lent for row in peer_of(holder).book.rows()) == 2
 
 
 def staging_pages() -> np.ndarray[Any, Any]:

@@ -31,12 +31,13 @@ def shape_of(tp_size: int) -> PageShape:
     return PageShape.mha(LAYERS, PAGE_TOKENS, HEADS // tp_size, 8, "float16", HEADS)
 
 
-def page_of(page_hash: str, tp_size: int, tp: int) -> Bytes:
+def page_of(page_hash: str, tp_size: int, tp: int, layout: HostLayout) -> Bytes:
     """What a rank has of a page of the model: its heads of each token of each layer of keys and of values."""
     random = np.random.default_rng(int(page_hash[:16], 16))
     model = random.integers(0, 256, (2, LAYERS, PAGE_TOKENS, HEADS, 16), dtype=np.uint8)
     own = HEADS // tp_size
-    return np.ascontiguousarray(model[..., tp * own : (tp + 1) * own, :]).reshape(-1)
+    page = model[..., tp * own : (tp + 1) * own, :]
+    return np.ascontiguousarray(page.swapaxes(1, 2) if layout is HostLayout.PAGE_FIRST else page).reshape(-1)
 
 
 @dataclass
@@ -51,7 +52,8 @@ class Engine:
         return self.ranks[0]
 
     def page(self, page_hash: str, tp: int) -> Bytes:
-        return bytes_of(page_hash) if self.replicated else page_of(page_hash, len(self.ranks), tp)
+        layout = self.ranks[tp].manager.host.layout
+        return bytes_of(page_hash) if self.replicated else page_of(page_hash, len(self.ranks), tp, layout)
 
     def fill(self, hashes: Sequence[str]) -> None:
         for tp in range(len(self.ranks)):
@@ -143,6 +145,32 @@ def test_pages_of_another_size_arrive_with_all_heads_in_their_place(
     # A share is lent anew where its fellow does not come in time.
     assert sum(row.done for row in rooms) >= 11 * shares * takers
     assert {row.nbytes // row.done for row in rooms if row.done} == {shape_of(holders).page_bytes}
+
+
+@pytest.mark.parametrize(("holders", "takers"), [(2, 1), (1, 2), (2, 2)])
+def test_pages_of_another_size_and_another_order_arrive_in_ours(engines: Engines, holders: int, takers: int) -> None:
+    """More of them than may be lent at a time."""
+    holder = engines.engine("holder", holders, host_layout=HostLayout.PAGE_FIRST)
+    taker = engines.engine("taker", takers, host_layout=ONE_PIECE)
+    wait_until(lambda: all(peer_of(rank)._holders.candidates() for rank in taker.ranks))
+    hashes = hashes_of(prompt(12))
+    holder.fill(hashes)
+    assert taker.pull(hashes) == (OperationState.DONE, 12)
+    taker.has(hashes)
+    wait_until(lambda: holder.is_quiet() and taker.is_quiet(), 10.0)
+
+
+def test_a_page_comes_in_one_order_where_one_rank_of_two_is_known_to_be_of_another_kind(engines: Engines) -> None:
+    """The other one had not answered yet."""
+    holder = engines.engine("holder", 2, host_layout=HostLayout.PAGE_FIRST)
+    taker = engines.engine("taker", 1, host_layout=ONE_PIECE)
+    holders = peer_of(taker.leader)._holders
+    wait_until(lambda: bool(holders.candidates()))
+    hashes = hashes_of(prompt(4))
+    holder.fill(hashes)
+    holders._of_other_kind.add(holder.ranks[0].address)
+    assert taker.pull(hashes) == (OperationState.DONE, 4)
+    taker.has(hashes)
 
 
 def test_pages_that_one_of_two_ranks_lacks_do_not_count(engines: Engines) -> None:

@@ -15,8 +15,8 @@ from kvgrpc.server.cache.landings import MOST_SIZES, Landings
 def test_engines_of_ever_other_sizes_take_no_memory_without_end() -> None:
     taken: list[int] = []
 
-    def take(tp_size: int) -> Any:
-        taken.append(tp_size)
+    def take(holder: Any) -> Any:
+        taken.append(holder.tp_size)
         return SimpleNamespace(pool=SimpleNamespace(pages=4), use=lambda: ())
 
     def receive(memory: Any, most: int) -> Any:

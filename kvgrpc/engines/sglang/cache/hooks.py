@@ -79,10 +79,11 @@ class Desk:
     def open(cls, scheduler: Any, listen: str) -> Desk:
         """Raises FeatureDisabled for a cache that takes no orders, and what the opening of the server raises: the
         engine does not start then, because somebody asked for it."""
-        from kvgrpc.engines.sglang.cache.opening import check_serves, is_leading, serve
+        from kvgrpc.engines.sglang.cache.opening import check_serves, is_leading, serve, serve_pulls
 
         check_serves(scheduler.tree_cache)
         if not is_leading():
+            serve_pulls(scheduler.tree_cache, listen)
             return cls(scheduler.tree_cache)
         desk = cls(scheduler.tree_cache, Wakes(getattr(scheduler, "idle_sleeper", None)))
         serve(desk, scheduler.tree_cache, listen)

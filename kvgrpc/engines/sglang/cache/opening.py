@@ -1,4 +1,5 @@
-"""Opens PrefetchService beside the scheduler of a replica's leading rank. Imports SGLang's settings of this process."""
+"""Opens PrefetchService beside the scheduler of a replica's leading rank, and pulls beside those of all its ranks.
+Imports SGLang's settings of this process."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ from kvgrpc.engines.sglang.cache.stored import StoredPages
 from kvgrpc.engines.sglang.hicache import KvGrpcStorage
 from kvgrpc.errors import FeatureDisabled
 from kvgrpc.model import Layout, RankRef, Role
-from kvgrpc.net import split
+from kvgrpc.net import joined, split
 from kvgrpc.prefetch.model import Namespace, PrefetchLimits, StopPolicy
+from kvgrpc.pull.model import PullConfig
 from kvgrpc.server import CacheServer, RankConfig, open_cache, settings
+from kvgrpc.server.cache.server import Pulls
 
 if TYPE_CHECKING:
     from kvgrpc.engines.sglang.cache.hooks import Desk
@@ -62,14 +65,23 @@ def serve(desk: Desk, tree: Any, listen: str) -> CacheServer:
         )
         return desk.cache
 
-    storage = tree.cache_controller.storage_backend if tree.enable_storage else None
-    ours = storage if isinstance(storage, KvGrpcStorage) else None
-    config = replace(_config(tree, listen), pull=None if ours is None else ours.pull)
-    return open_cache(config, cache_of, None if ours is None else ours.pulls(process_model_config().model_path))
+    return open_cache(_config(tree, listen), cache_of, _pulls(tree))
+
+
+def serve_pulls(tree: Any, listen: str) -> CacheServer | None:
+    """The same at another rank of the replica, which holds other heads of each page: it lends and takes them, and takes
+    no orders. None where pulls are off."""
+    pulls = _pulls(tree)
+    return None if pulls is None else open_cache(_config(tree, listen), None, pulls)
+
+
+def _pulls(tree: Any) -> Pulls | None:
+    storage, model = _storage(tree), process_model_config()
+    return None if storage is None else storage.pulls(model.model_path, model.get_total_num_kv_heads())
 
 
 def _config(tree: Any, listen: str) -> RankConfig:
-    parallel, serving = get_parallel(), get_serving()
+    parallel, serving, storage = get_parallel(), get_serving(), _storage(tree)
     dp = parallel.attn_dp_rank if parallel.attn_dp_size > 1 else parallel.dp_rank or 0
     dps = parallel.attn_dp_size if parallel.attn_dp_size > 1 else parallel.dp_size
     advertise = get_local_ip_auto(loopback_for(serving.host)) if is_wildcard(split(listen)[0]) else ""
@@ -81,21 +93,37 @@ def _config(tree: Any, listen: str) -> RankConfig:
     if engine and get_disagg().disaggregation_mode in ("prefill", "decode"):
         # The registry knows an engine by one role, and that name is its hand-offs'.
         configured["engine"] = f"{engine}-cache"
+    # One row a replica, whose other ranks are reached through the leading one: but each lends its own heads of a page.
+    pull = None if storage is None else storage.pull
+    tp, tps = (0, 1) if pull is None else (parallel.attn_tp_rank, parallel.attn_tp_size)
+    if tp:  # the addresses that an operator names are the leading rank's
+        configured = {**configured, "admin_listen": (), "metrics_listen": ""}
     facts = {
         "role": Role.UNIFIED,
         "pools": (),
-        # One row a replica: its other ranks are reached through the leading one alone.
-        "layout": Layout(dp=dps),
+        "layout": Layout(dp=dps, tp=tps),
         "dp": dp,
-        "listen": for_rank(listen, dp),
+        "tp": tp,
+        "listen": joined(split(listen)[0], 0) if tp else for_rank(listen, dp),
+        "pull": _for_rank(pull, dp * tps + tp),
         "model": identity(model.model_path, model.revision, "auto", model.dtype, mla, os.environ.get(MODEL_NAME, "")),
     }
     return RankConfig(**{**defaults, **configured, **facts})
 
 
-def _stored(tree: Any) -> StoredPages | None:
+def _for_rank(pull: PullConfig | None, rank: int) -> PullConfig | None:
+    """Each rank of a machine lends at a port of its own."""
+    return replace(pull, listen=for_rank(pull.listen, rank)) if pull is not None and pull.listen else pull
+
+
+def _storage(tree: Any) -> KvGrpcStorage | None:
     storage = tree.cache_controller.storage_backend if tree.enable_storage else None
-    return storage.stored if isinstance(storage, KvGrpcStorage) else None
+    return storage if isinstance(storage, KvGrpcStorage) else None
+
+
+def _stored(tree: Any) -> StoredPages | None:
+    storage = _storage(tree)
+    return None if storage is None else storage.stored
 
 
 def _limits(tree: Any) -> PrefetchLimits:

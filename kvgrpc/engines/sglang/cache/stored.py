@@ -10,6 +10,7 @@ from kvgrpc.model import Tier
 from kvgrpc.prefetch.model import TierUse
 from kvgrpc.prefetch.storage.base import StorageBackend
 from kvgrpc.prefetch.storage.keys import Keys
+from kvgrpc.pull.taking.peers import PeersBackend
 
 
 class StoredPages:
@@ -21,16 +22,26 @@ class StoredPages:
         self._keys = keys
         self._page_bytes = page_bytes
         identity = keys.identity
-        ranks = 1 if identity.replicated else identity.tp_size
-        self._of_ranks = [Keys(keys.mode, replace(identity, tp_rank=rank)) for rank in range(ranks)]
+        ranks = [identity.tp_rank] if identity.replicated else range(identity.tp_size)
+        self._of_ranks = [Keys(keys.mode, replace(identity, tp_rank=rank)) for rank in ranks]
 
     def leading_at_all_ranks(self, hashes: Sequence[str], timeout: float) -> int:
-        """Leading pages that are there for every tensor-parallel rank. Raises StorageDown."""
+        """Leading pages that are there for every tensor-parallel rank; of those that peers have this rank knows its own
+        share, and each asks for its own when it comes to that. Raises StorageDown."""
+        near = 0
+        if isinstance(self._backend, PeersBackend):
+            near = self._backend.count_peers(self._keys.of_all(hashes), timeout)
         there = len(hashes)
         for keys in self._of_ranks:
-            if there:
-                there = self._backend.count_leading(keys.of_all(hashes[:there]), timeout)
+            if there > near:
+                there = near + self._count_stored(keys.of_all(hashes[near:there]), timeout)
         return there
+
+    def _count_stored(self, names: Sequence[str], timeout: float) -> int:
+        backend = self._backend
+        if isinstance(backend, PeersBackend):
+            return backend.count_stored(names, timeout)
+        return backend.count_leading(names, timeout)
 
     def purge(self, timeout: float, *, dry_run: bool) -> int | None:
         """Drops this rank's pages, or counts them; None: it cannot count. Raises FeatureDisabled, StorageDown."""
