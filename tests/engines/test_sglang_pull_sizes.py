@@ -12,8 +12,8 @@ from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import prefetch_service_pb2 as proto
 from kvgrpc.v1 import pull_service_pb2
 from tests.engines.engine import LOCAL, PAGE, Engine
+from tests.engines.hierarchical import ask, started
 from tests.engines.model import Case, Reference
-from tests.engines.test_sglang_hierarchical import ask, started
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)
