@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.hostile.floods import FLOODS, Flood, flooding, header_bombs
-from tests.support.hostile.honest_pair import hand_over, resident
+from tests.support.hostile.honest_pair import hand_over, held
 from tests.support.rank_host import RankHost
 from tests.support.waiting import wait_until
 
@@ -33,7 +33,7 @@ KEPT_BY_THE_LIBRARY = (header_bombs,)
 @pytest.mark.parametrize("flood", FLOODS, ids=[flood.__name__ for flood in FLOODS])
 def test_an_honest_pair_hands_over_beside_it(prefill: RankHost, decode: RankHost, flood: Callable[[], Flood]) -> None:
     hand_over(prefill, decode)
-    before = resident()
+    before = held()
     longest = 0.0
     with flooding(prefill.rank.address, flood) as begun:
         assert begun.wait(20)
@@ -42,7 +42,7 @@ def test_an_honest_pair_hands_over_beside_it(prefill: RankHost, decode: RankHost
             longest = max(longest, hand_over(prefill, decode))
     assert longest < LONGEST_ROOM_SECONDS
     # What the flood's connections held goes with them, a moment after they are closed.
-    wait_until(lambda: flood in KEPT_BY_THE_LIBRARY or resident() - before < MOST_BYTES_KEPT)
+    wait_until(lambda: flood in KEPT_BY_THE_LIBRARY or held() - before < MOST_BYTES_KEPT)
 
 
 def test_kvgrpc_leaves_the_librarys_experiments_alone() -> None:
