@@ -144,7 +144,7 @@ class Steps:
             for first in range(0, ROOMS, _AT_ONCE):
                 worker._start_all(submissions[first : first + _AT_ONCE])
             ended, worker._ended = worker._ended, []
-        worker._count(ended, ROOMS)
+        worker._count_ended(ended, ROOMS)
         return ended
 
     def _close(self, handles: Sequence[Any]) -> None:

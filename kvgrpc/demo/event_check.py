@@ -51,7 +51,7 @@ class EventCheck:
             sum(map(len, payloads)),
             sum(len(event.block_hashes) for event in events if isinstance(event, BlockStored)),
             sum(len(event.block_hashes) for event in events if isinstance(event, BlockRemoved)),
-            self._difference(live, replayed, _follow(events), set(cached)),
+            self._difference(live, replayed, _cached_after(events), set(cached)),
         )
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class EventCheck:
         return ""
 
 
-def _follow(events: Iterable[Event]) -> set[int | bytes]:
+def _cached_after(events: Iterable[Event]) -> set[int | bytes]:
     """The pages that a reader of these events takes for cached."""
     cached: set[int | bytes] = set()
     for event in events:

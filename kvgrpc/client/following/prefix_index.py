@@ -325,7 +325,7 @@ class PrefixIndex:
                 self._lack(name, f"dp ranks {_numbers(head.dp_lacking_events)} serve no events, others of it do")
         self._gone |= before.keys() - now.keys()
         self._gone -= now.keys()
-        await self._follow(now)
+        await self._follow_places(now)
 
     # Those that were named.
 
@@ -345,12 +345,12 @@ class PrefixIndex:
                 elif answer:
                     self._lacking.pop(address, None)
                     self._found |= answer
-                    await self._follow(answer)
+                    await self._follow_places(answer)
                 else:
                     self._lack(address, "it serves no stream of events")
             self._searching.discard("sources")
             await self._let_go()
-            self._count()
+            self._set_gauges()
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _ask_source(self, address: str) -> dict[_Cache, _Place]:
@@ -359,7 +359,7 @@ class PrefixIndex:
 
     # Followers.
 
-    async def _follow(self, places: dict[_Cache, _Place]) -> None:
+    async def _follow_places(self, places: dict[_Cache, _Place]) -> None:
         async with self._beginning:
             await self._follow_each(places)
 
@@ -396,9 +396,9 @@ class PrefixIndex:
         for places in list(self._listed.values()):
             missing = {cache: place for cache, place in places.items() if cache not in self._followers}
             if missing:
-                await self._follow(missing)
+                await self._follow_places(missing)
 
-    def _count(self) -> None:
+    def _set_gauges(self) -> None:
         """For whoever looks at this process's metrics; each look's time is its own."""
         states: dict[FollowerState, int] = dict.fromkeys(FollowerState, 0)
         lag = 0

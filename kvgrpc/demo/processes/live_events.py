@@ -53,9 +53,9 @@ class LiveEvents:
             socket.connect(endpoint)
             while not self._closing.is_set():
                 if socket.poll(100):
-                    self._keep(socket.recv_multipart())
+                    self._keep_payload(socket.recv_multipart())
 
-    def _keep(self, frames: list[bytes]) -> None:
+    def _keep_payload(self, frames: list[bytes]) -> None:
         with self._changed:
             if len(frames) == 3 and len(frames[1]) == 8:
                 self._payloads[int.from_bytes(frames[1], "big")] = frames[2]

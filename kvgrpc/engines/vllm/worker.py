@@ -118,7 +118,7 @@ class Worker:
         over = {number: sending for number, sending in self._sending.items() if sending.over}
         for number, sending in over.items():
             del self._sending[number]
-            self._count(number, sending)
+            self._count_ended(number, sending)
             sending.room.close()
         return set(over)
 
@@ -128,11 +128,11 @@ class Worker:
             if receiving.failed:
                 receiving.told_failure = True
                 self._fail(number, receiving)
-                self._count(number, receiving)
+                self._count_ended(number, receiving)
             if receiving.over:
                 del self._receiving[number]
                 if receiving.room.failure is None:
-                    self._count(number, receiving)
+                    self._count_ended(number, receiving)
                 receiving.room.close()
                 if receiving.awaited:
                     waited_for.add(number)
@@ -156,7 +156,7 @@ class Worker:
         room = room_from_transfer_id(receive.transfer_id)
         return KVReceiver(self._transfers[Role.DECODE], where, room, traceparent=receive.traceparent)
 
-    def _count(self, number: str, handoff: Sending | Receiving) -> None:
+    def _count_ended(self, number: str, handoff: Sending | Receiving) -> None:
         failure = handoff.room.failure
         if failure is None:
             nbytes = sum(len(pages) * self._page_bytes[pool] for pool, pages in handoff.pages.items())

@@ -119,11 +119,11 @@ class BlockIndex:
                 continue
             before = number
             there = 0 if number is None else self._on_host(number)
-            _note(ends, left & ~there, position)
+            _note_ends(ends, left & ~there, position)
             left &= there
             if not left:
                 break
-        _note(ends, left, len(hashes))
+        _note_ends(ends, left, len(hashes))
         return {caches[slot]: blocks for slot, blocks in ends.items()}
 
     def match(self, slot: int, hashes: Sequence[int]) -> Match:
@@ -208,21 +208,21 @@ class BlockIndex:
             before = number
             on_device, to_host, to_disk, anywhere = _NOWHERE if number is None else self._reach[number]
             if device & ~on_device:
-                _note(ends[0], device & ~on_device, position)
+                _note_ends(ends[0], device & ~on_device, position)
                 device &= on_device
             if host & ~to_host:
-                _note(ends[1], host & ~to_host, position)
+                _note_ends(ends[1], host & ~to_host, position)
                 host &= to_host
             if disk & ~to_disk:
-                _note(ends[2], disk & ~to_disk, position)
+                _note_ends(ends[2], disk & ~to_disk, position)
                 disk &= to_disk
             if storage & ~anywhere:
-                _note(ends[3], storage & ~anywhere, position)
+                _note_ends(ends[3], storage & ~anywhere, position)
                 storage &= anywhere
             if not storage:
                 break
         for end, left in zip(ends, (device, host, disk, storage), strict=True):
-            _note(end, left, len(hashes))
+            _note_ends(end, left, len(hashes))
         on_device_of, to_host_of, to_disk_of, anywhere_of = ends
         return {
             slot: Match(on_device_of[slot], to_host_of[slot], to_disk_of[slot], longest)
@@ -477,7 +477,7 @@ def _stripped(planes: list[int]) -> Holders:
     return tuple(planes)
 
 
-def _note(ends: dict[int, int], slots: int, position: int) -> None:
+def _note_ends(ends: dict[int, int], slots: int, position: int) -> None:
     while slots:
         lowest = slots & -slots
         ends[lowest.bit_length() - 1] = position

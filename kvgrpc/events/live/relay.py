@@ -105,7 +105,7 @@ class Relay:
                     monitor = subscriber.get_monitor_socket(_OVER | zmq.EVENT_CONNECTED)
                     try:
                         self._reach(subscriber, self._endpoint)
-                        self._follow(subscriber, monitor)
+                        self._relay_connection(subscriber, monitor)
                     finally:
                         subscriber.disable_monitor()
             except _Refused:
@@ -116,7 +116,7 @@ class Relay:
                 metrics.TASK_FAILURES.labels("kvgrpc-relay").inc()
                 self._stopping.wait(AGAIN_SECONDS)
 
-    def _follow(self, subscriber: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+    def _relay_connection(self, subscriber: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
         """Until the connection is over, or none came about: of a name that does not resolve nothing is heard."""
         poller = zmq.Poller()
         poller.register(subscriber, zmq.POLLIN)

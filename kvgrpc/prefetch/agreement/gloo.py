@@ -100,7 +100,7 @@ class GlooAgreement:
         if any(head[0] != self._epoch for head in heads):
             raise RuntimeError(f"epochs differ: {[head[0] for head in heads]}")
         for rank, each in enumerate(everything):
-            self._count(rank, each)
+            self._take_votes(rank, each)
         self._decide()
         if all(head[1] for head in heads):
             return False
@@ -118,7 +118,7 @@ class GlooAgreement:
             rows[number] = torch.tensor([name, stage, vote.pages, vote.stop, int(now >= deadline)])
         return rows
 
-    def _count(self, rank: int, rows: torch.Tensor) -> None:
+    def _take_votes(self, rank: int, rows: torch.Tensor) -> None:
         for name, stage, pages, stop, expired in rows[1 : 1 + int(rows[0, 2])].tolist():
             key = (name, stage)
             if key in self._decided:

@@ -162,10 +162,10 @@ class LeaderAgreement:
             for first in range(0, len(message.votes), _VOTES_OF_A_TURN):
                 if first:
                     await next_turn()
-                if not self._count(member, stream, message.votes[first : first + _VOTES_OF_A_TURN]):
+                if not self._take_votes(member, stream, message.votes[first : first + _VOTES_OF_A_TURN]):
                     return
 
-    def _count(self, member: RankId, stream: _Stream, messages: Sequence[pb.AgreementVote]) -> bool:
+    def _take_votes(self, member: RankId, stream: _Stream, messages: Sequence[pb.AgreementVote]) -> bool:
         """False, and none of them counts, if a newer stream of this rank took the place of the one they came on."""
         votes = [wire.vote_from_pb(vote) for vote in messages]
         now = time.monotonic()

@@ -94,7 +94,7 @@ class PageShape:
         ``heads_total``: KV heads of the model, of which this rank has its share in their order; 0: unknown, and no
         pages are had from engines of another tensor-parallel size.
         """
-        nbytes = page_tokens * _count("heads", heads) * _count("head_dim", head_dim) * dtype_bytes(dtype)
+        nbytes = page_tokens * _at_least_one("heads", heads) * _at_least_one("head_dim", head_dim) * dtype_bytes(dtype)
         components = Component("k", nbytes), Component("v", nbytes)
         return cls(layers, page_tokens, components, dtype, "mha", heads, heads_total)
 
@@ -104,7 +104,7 @@ class PageShape:
     ) -> PageShape:
         """One latent, ``[page_tokens, latent_dim]``; ``indexer_bytes`` of a sidecar for each token and layer, if
         any."""
-        latent = Component("latent", page_tokens * _count("latent_dim", latent_dim) * dtype_bytes(dtype))
+        latent = Component("latent", page_tokens * _at_least_one("latent_dim", latent_dim) * dtype_bytes(dtype))
         sidecar = (Component("indexer", page_tokens * indexer_bytes),) if indexer_bytes else ()
         return cls(layers, page_tokens, (latent, *sidecar), dtype, "mla")
 
@@ -146,7 +146,7 @@ def block_of(component: Component, shape: PageShape, layout: HostLayout, pages: 
     return ComponentBlock(component, whole, layers * layer, layer, 1, layer, layer)
 
 
-def _count(name: str, value: int) -> int:
+def _at_least_one(name: str, value: int) -> int:
     if value < 1:
         raise InvalidRequest.of(f"shape.{name}", value, "at least 1")
     return value

@@ -151,7 +151,7 @@ class AgreementCore:
         ballot.votes.setdefault(member, vote)
         decisions = []
         if ballot.votes.keys() == self._members:
-            decisions.append(self._decide(key, self._count(key, ballot, now)))
+            decisions.append(self._decide(key, self._lowest_of(key, ballot, now)))
         while len(self._ballots) > self._limit:
             oldest = next(iter(self._ballots))
             decisions.append(self._decide(oldest, _absent(oldest)))
@@ -185,7 +185,7 @@ class AgreementCore:
             self.epoch += 1
         return True
 
-    def _count(self, key: tuple[str, Stage], ballot: _Ballot, now: float) -> Decision:
+    def _lowest_of(self, key: tuple[str, Stage], ballot: _Ballot, now: float) -> Decision:
         if not all(self._in_time(vote, now) for vote in ballot.votes.values()):
             return _absent(key)
         lowest = min(ballot.votes.values(), key=lambda each: (each.pages, -each.stop))

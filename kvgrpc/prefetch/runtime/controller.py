@@ -441,7 +441,7 @@ class CacheController:
             room = self.keeper.reserve(work.count, work.behind)
             self._step(operation, functools.partial(operation.on_room, room))
         elif isinstance(work, Keep) and isinstance(operation, Prefetch):
-            self._keep(operation, work)
+            self._hand_to_keeper(operation, work)
 
     def _vote(self, operation: Operation, work: Say) -> None:
         def decided(decision: Decision) -> None:
@@ -462,7 +462,7 @@ class CacheController:
                     return
             drop()
 
-    def _keep(self, operation: Prefetch, work: Keep) -> None:
+    def _hand_to_keeper(self, operation: Prefetch, work: Keep) -> None:
         self.host.table.commit(work.pages)
         try:
             found = self.keeper.keep(work.hashes, work.covered, work.pages, operation.order.extra_key)

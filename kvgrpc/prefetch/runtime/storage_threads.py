@@ -110,10 +110,10 @@ class StorageThreads:
             if isinstance(operation, Prefetch) and self._step(operation, operation.take_look_up):
                 covered = self._keeper.leading(operation.hashes)
                 self._step(operation, functools.partial(operation.on_covered, covered))
-                found = self._count(operation)
+                found = self._count_hits(operation)
                 self._step(operation, functools.partial(operation.on_found, *found))
 
-    def _count(self, operation: Prefetch) -> tuple[int, Stop, Failure | None]:
+    def _count_hits(self, operation: Prefetch) -> tuple[int, Stop, Failure | None]:
         """Leading pages in storage behind what is covered; one call for each batch, as long as all of it is there."""
         hashes, hit = operation.hashes, 0
         for first in range(operation.covered, len(hashes), self._limits.batch_pages):

@@ -330,11 +330,11 @@ class Tally:
 
     def read(self, results: Sequence[PageResult]) -> list[PageResult]:
         """Counts the results of a read and returns them."""
-        return self._count("read", results, PageStatus.OK)
+        return self._count_results("read", results, PageStatus.OK)
 
     def write(self, results: Sequence[PageResult]) -> list[PageResult]:
         """Counts the results of a write and returns them."""
-        return self._count("write", results, None)
+        return self._count_results("write", results, None)
 
     def add(self, name: str, number: int = 1) -> None:
         with self._lock:
@@ -350,7 +350,7 @@ class Tally:
         with self._lock:
             return dataclasses.replace(StorageStats(in_use=in_use, **self._counts), **present)  # type: ignore[arg-type]
 
-    def _count(self, call: str, results: Sequence[PageResult], ok: PageStatus | None) -> list[PageResult]:
+    def _count_results(self, call: str, results: Sequence[PageResult], ok: PageStatus | None) -> list[PageResult]:
         if self._of_a_store:
             metrics.STORAGE_CALLS.labels(call, _end_of(results)).inc()
         with self._lock:

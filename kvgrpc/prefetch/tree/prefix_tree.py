@@ -275,7 +275,7 @@ class PrefixTree:
         had, node.host = node.host, None if pages is None else list(pages)
         node.writing = writing and pages is not None
         more = len(node.host or ()) - len(had or ())
-        _count(self._host_pages, node.extra_key, more)
+        _add_pages(self._host_pages, node.extra_key, more)
         self._idle_host += 0 if node.locks else more
         if node.host is not None:
             _same_length(node.hashes, node.host)
@@ -293,7 +293,7 @@ class PrefixTree:
         """The same for the device."""
         had, node.device = node.device, None if pages is None else list(pages)
         more = len(node.device or ()) - len(had or ())
-        _count(self._device_pages, node.extra_key, more)
+        _add_pages(self._device_pages, node.extra_key, more)
         self._idle_device += 0 if node.locks else more
         if node.device is not None:
             _same_length(node.hashes, node.device)
@@ -453,7 +453,7 @@ def _common(ours: Sequence[str], theirs: Sequence[str]) -> int:
     return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
 
 
-def _count(counts: Counter[str], extra_key: str, pages: int) -> None:
+def _add_pages(counts: Counter[str], extra_key: str, pages: int) -> None:
     """Keys of which nothing is there any more are forgotten."""
     counts[extra_key] += pages
     if not counts[extra_key]:

@@ -55,7 +55,7 @@ class Following:
         stream = self._streams.get(followed)
         if stream is None:
             stream = self._streams[followed] = _Stream(self._newest)
-            stream.task = background(self._follow(followed, stream), f"follow {engine} at {address}")
+            stream.task = background(self._follow_stream(followed, stream), f"follow {engine} at {address}")
         return await stream.change(since, timeout)
 
     async def close(self) -> None:
@@ -66,7 +66,7 @@ class Following:
             await asyncio.wait(tasks)
         await self._channels.close()
 
-    async def _follow(self, followed: _Followed, stream: _Stream) -> None:
+    async def _follow_stream(self, followed: _Followed, stream: _Stream) -> None:
         attempt, loop = 0, asyncio.get_running_loop()
         try:
             while stream.wanted:

@@ -162,10 +162,10 @@ class Registration:
                 self._supersede(error)
                 continue
             except KvGrpcError as error:
-                self._note(error)
+                self._note_failure(error)
             except Exception as error:
                 _log.exception("looking after the registration at %s failed", self.address)
-                self._note(unreachable(self.address, type(error).__name__))
+                self._note_failure(unreachable(self.address, type(error).__name__))
             await asyncio.sleep(self._pause(self._attempt))
             await self._hang_up()
             self._attempt += 1
@@ -261,7 +261,7 @@ class Registration:
         away = asyncio.get_running_loop().time() - self._away_since
         _log.info("registered at %s again after %.1f s", self.address, away)
 
-    def _note(self, error: KvGrpcError) -> None:
+    def _note_failure(self, error: KvGrpcError) -> None:
         if self._state == "registered":
             self._away_since = asyncio.get_running_loop().time()
             _log.warning("registering at %s again: %s", self.address, one_line(str(error)))

@@ -120,7 +120,7 @@ class MemoryRegistry:
             leased = self._table.leased(ref.rank)
             if leased is not None and leased.row.ref.epoch == ref.epoch:
                 self._remove(leased)
-                self._note(leased, Absence.DEREGISTERED)
+                self._note_departure(leased, Absence.DEREGISTERED)
                 removed += 1
         return removed
 
@@ -134,7 +134,7 @@ class MemoryRegistry:
             if leased.expires_at > now:
                 break
             self._remove(leased)
-            self._note(leased, Absence.LEASE_RAN_OUT)
+            self._note_departure(leased, Absence.LEASE_RAN_OUT)
             expired.append(leased.row.ref)
         self._ran_out += expired
         return tuple(expired)
@@ -175,7 +175,7 @@ class MemoryRegistry:
         del self._leases[leased.lease_id]
         self._fence(leased.row.ref)
 
-    def _note(self, leased: LeasedRow, absence: Absence) -> None:
+    def _note_departure(self, leased: LeasedRow, absence: Absence) -> None:
         self._table.departures.note(leased.row.ref, absence, self._wall_clock())
 
     def _fence(self, ref: RankRef) -> None:

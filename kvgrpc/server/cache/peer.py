@@ -148,7 +148,7 @@ class CachePeer:
     def follow(self, registry: str) -> None:
         """Finds holders at the registry from now on, and takes pages from them."""
         self._following = background(self._holders.follow(registry), "holders")
-        self._backend.connect(self._keys, self._taker, self._count)
+        self._backend.connect(self._keys, self._taker, self._ask_holders)
 
     async def drain(self, grace: float) -> tuple[bool, int]:
         """Lends and takes nothing more; what is on its way has ``grace`` seconds."""
@@ -179,7 +179,7 @@ class CachePeer:
         self._landings.undrain()
         self.servicer.undrain()
         if self._following is not None:
-            self._backend.connect(self._keys, self._taker, self._count)
+            self._backend.connect(self._keys, self._taker, self._ask_holders)
         self._listener.undrain()
         if self._steering is not None:
             self._steering.taken_back()
@@ -221,7 +221,7 @@ class CachePeer:
 
     # On threads of the cache's controller.
 
-    def _count(
+    def _ask_holders(
         self,
         hashes: Sequence[str],
         timeout: float,

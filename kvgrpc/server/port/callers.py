@@ -77,7 +77,7 @@ class CallersHere:
         """
         listed = self._listed
         if not after or listed is None:
-            listed = self._keep(await self._now(authenticates))
+            listed = self._keep_listed(await self._now(authenticates))
         first = bisect.bisect_right(listed, after, key=lambda caller: caller.key)
         page = await _first_fitting(listed[first : first + size])
         return page, listed[first + len(page) - 1].key if first + len(page) < len(listed) else ""
@@ -106,7 +106,7 @@ class CallersHere:
         await in_pieces(gathered())
         return sorted(found.values(), key=lambda caller: caller.key)
 
-    def _keep(self, listed: list[CallerHere]) -> list[CallerHere]:
+    def _keep_listed(self, listed: list[CallerHere]) -> list[CallerHere]:
         if self._forgetting is not None:
             self._forgetting.cancel()
         self._listed = listed

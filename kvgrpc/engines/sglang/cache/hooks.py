@@ -112,7 +112,7 @@ class Desk:
             while self._counting:
                 future = self._counting.popleft()
                 if future.set_running_or_notify_cancel():
-                    future.set_result(self._counts())
+                    future.set_result(self._count_pages())
         except Exception as error:
             logger.error("kvgrpc: orders were not looked after in this step: %s", error, exc_info=error)
 
@@ -131,7 +131,7 @@ class Desk:
             except Exception as error:
                 logger.error("kvgrpc: nobody was told of order %s: %s", told.number, error, exc_info=error)
 
-    def _counts(self) -> TreeCounts:
+    def _count_pages(self) -> TreeCounts:
         tree = self._tree
         allocator, controller = tree.token_to_kv_pool_allocator, tree.cache_controller
         host = controller.mem_pool_host

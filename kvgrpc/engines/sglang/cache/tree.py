@@ -92,7 +92,7 @@ class TreeOrders:
         """After each step in which the tree took what its storage threads had done."""
         for fetching in list(self._fetching.values()):
             try:
-                self._follow(fetching)
+                self._tell_progress(fetching)
             except Exception as error:
                 del self._fetching[fetching.order.number]
                 text = one_line(f"{type(error).__name__}: {error}")
@@ -148,9 +148,9 @@ class TreeOrders:
             return self._decline(order, Stop.TOO_SHORT if short else Stop.RATE_LIMITED, near)
         fetching = _Fetching(order, handle, begun.operation, whole, near, tree.prefetch_threshold)
         self._fetching[order.number] = fetching
-        self._follow(fetching)
+        self._tell_progress(fetching)
 
-    def _follow(self, fetching: _Fetching) -> None:
+    def _tell_progress(self, fetching: _Fetching) -> None:
         tree, operation, number = self._tree, fetching.operation, fetching.order.number
         begun = tree.ongoing_prefetch.get(fetching.handle)
         if begun is not None and begun.operation is operation:
@@ -195,7 +195,7 @@ class TreeOrders:
         fetching.stop = order.stop
         fetching.operation.mark_terminate()
         self._tree.check_prefetch_progress(fetching.handle)
-        self._follow(fetching)
+        self._tell_progress(fetching)
 
     def _back_up(self, order: CacheOrder) -> None:
         tree = self._tree

@@ -90,7 +90,7 @@ class Promotion:
         if stop is not Stop.NONE and self._stop is Stop.NONE:
             self._stop, self._end = stop, self._found
         self._ask(parent)
-        self._count(parent)
+        self._count_in_host(parent)
         if self._there < self._end or self._still_moves(parent):
             self._tell(OperationState.TRANSFERRING if self._moving else OperationState.QUERYING)
             return False
@@ -122,18 +122,18 @@ class Promotion:
             elif result is LookupResult.RETRY:
                 self._known[index] = _Known.ASKED
             else:
-                self._note(index, result)
+                self._note_found(index, result)
         while self._found < self._end and self._known[self._found] is _Known.FOUND:
             self._found += 1
 
-    def _note(self, index: int, result: LookupResult) -> None:
+    def _note_found(self, index: int, result: LookupResult) -> None:
         self._known[index] = _Known.FOUND
         if result is LookupResult.HIT_PENDING:
             self._moving.append(index)
         if len(self._moving) == self._room and index + 1 < self._end:
             self._end, self._stop = index + 1, Stop.CAPACITY
 
-    def _count(self, parent: ParentManager) -> None:
+    def _count_in_host(self, parent: ParentManager) -> None:
         """How many leading chunks are in the host now."""
         for _ in range(min(LOOKUPS_OF_A_STEP, self._found - self._there)):
             result = self._near(parent, self._there)

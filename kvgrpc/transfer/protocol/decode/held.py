@@ -40,7 +40,7 @@ class HeldPages:
 
     def hold(self, room: DecodeRoom) -> None:
         self.rooms[room.key] = room
-        self._count(room, room.page_count)
+        self._add_pages(room, room.page_count)
 
     def died(self, pair: DecodePair, now: int) -> None:
         """The writer was proven dead. What its kernel still holds may arrive while its connections exist."""
@@ -62,7 +62,7 @@ class HeldPages:
             return False
         del self.rooms[room.key]
         self._looks.clear(room)
-        self._count(room, -room.page_count)
+        self._add_pages(room, -room.page_count)
         return True
 
     def counted(self, at_most: int) -> int:
@@ -73,7 +73,7 @@ class HeldPages:
         """Rooms to look at in this tick."""
         return list(self._looks.due(now))
 
-    def _count(self, room: DecodeRoom, pages: int) -> None:
+    def _add_pages(self, room: DecodeRoom, pages: int) -> None:
         self.pages += pages
         for part in room.parts:
             if part.told_write:  # which never changes once the room has ended

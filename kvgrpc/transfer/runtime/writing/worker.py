@@ -134,7 +134,7 @@ class TransferWorker:
                 self._jobs.put(_look)
         finally:
             self._turn.release()
-        self._count(ended, submitted)
+        self._count_ended(ended, submitted)
         return ended
 
     def attach(self, pair: PrefillPair) -> None:
@@ -174,7 +174,7 @@ class TransferWorker:
                 if self._over:
                     self._staging.close()
             if ended or submitted:
-                self._count(ended, submitted)
+                self._count_ended(ended, submitted)
             if ended:
                 self._report(ended)
             if moved or self._waiting or self._summing:
@@ -183,7 +183,7 @@ class TransferWorker:
                 time.sleep(min(sleep, interval))
                 sleep *= 2
 
-    def _count(self, ended: Outcomes, submitted: int) -> None:
+    def _count_ended(self, ended: Outcomes, submitted: int) -> None:
         for outcome, count in Counter([result.outcome for _, result in ended]).items():
             self._outcomes[outcome].inc(count)
         self._bytes.inc(sum([result.nbytes for _, result in ended]))
