@@ -1,4 +1,4 @@
-"""What the fields of a thing may be, as its class says it: kinds and bounds are in the types, and nowhere else.
+"""Reads from a class what its fields may be: kinds and bounds are in the types, and nowhere else.
 
 ``Annotated[int, Meta(ge=1)]`` is a bound; ``least_above_zero`` one that 0 escapes. Classes are frozen dataclasses,
 structs of msgspec and named tuples.

@@ -251,7 +251,7 @@ class Regions(Sequence[Region]):
 
 
 def _packed(regions: Sequence[Region]) -> Sequence[Region]:
-    """As they are where no region can be so: ``check_pools`` says what is wrong."""
+    """Packs the regions; returns them unpacked if no region can be so: ``check_pools`` says what is wrong."""
     try:
         if not isinstance(regions, Regions) and all(isinstance(each, Region) for each in regions):
             return Regions(regions)

@@ -119,7 +119,7 @@ class RoomFailed(Message, frozen=True):
 
 
 class Reported(Message, frozen=True):
-    """What a rank holds and moved: names of the cached pages; bytes written, and seconds while a write was running."""
+    """A rank's report: names of the cached pages; bytes written, and seconds while a write was running."""
 
     cached: list[int]
     written_bytes: int

@@ -51,7 +51,7 @@ class PromptResult:
 
     @property
     def difference(self) -> str:
-        """What is not as in the single process, in words; "" when everything is."""
+        """Says in words where it differs from the single process; "" where it does not."""
         if self.failure:
             return self.failure
         if not (self.finished and self.reference_finished):
@@ -94,7 +94,7 @@ class CacheResult:
 
     @property
     def difference(self) -> str:
-        """What went another way than it should; "" when all is well."""
+        """Says in words what went wrong; "" when all is well."""
         if self.problem:
             return self.problem
         if not 0 < self.pages == self.stored_pages == self.found_after[2] == self.prefetched_pages == self.loaded_pages:
@@ -127,7 +127,7 @@ class PullResult:
 
     @property
     def difference(self) -> str:
-        """What went another way than it should; "" when all is well."""
+        """Says in words what went wrong; "" when all is well."""
         if not 0 < self.pages == self.pulled_pages or not self.reused_pages:
             return f"of {self.pages} pages {self.pulled_pages} were pulled and {self.reused_pages} reused"
         if self.tokens != self.first_tokens:

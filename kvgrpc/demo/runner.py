@@ -241,7 +241,7 @@ class _Demo:
         cache.first_token_seconds = resumed.first_token_seconds
 
     def _from_another_engine(self, prompt: list[int], cache: CacheResult) -> None:
-        """What the first decode has on its host now, a second one takes, and answers with it."""
+        """A second decode takes the pages that the first one has on its host now, and answers with them."""
         self._view.note("a second decode takes the same pages from the first one's host cache")
         self._until(lambda: TAKER in self._loaded, LOAD_SECONDS, "to load")
         registry = self._opened["registry"].address
@@ -313,7 +313,7 @@ def _storage(backend: str) -> Iterator[dict[str, str]]:
 
 
 def _prefetch(client: SyncClient, prompt: list[int], cache: CacheResult) -> None:
-    """What a router does that knows which request comes next."""
+    """Prefetches, like a router that knows the next request."""
     pages = prefetch_service_pb2.PromptPages(tokens=prompt)
     found = client.lookup(pages)
     cache.asked_pages = found.asked_pages

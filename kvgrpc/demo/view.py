@@ -87,7 +87,7 @@ class DemoView:
             self._console.print(_pull_table(result.pull))
 
     def servers(self, result: DemoResult) -> None:
-        """How to look at the servers that were left running."""
+        """Says how to look at the servers that were left running."""
         self._console.print("\nThe servers stay up until Ctrl-C. Look at them from another terminal:", style="bold")
         for what, lines in commands(result).items():
             self._console.print(Text(what, style="dim"))

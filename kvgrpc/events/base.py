@@ -43,7 +43,7 @@ class EventPublisher(ABC):
         return None
 
     def get_publisher_config(self) -> None:
-        """What vLLM asks its publishers for its own table of sources: not told, ListStreams has it."""
+        """Answers vLLM, which asks for its own table of sources, with nothing: ListStreams has it."""
         return None
 
     @abstractmethod

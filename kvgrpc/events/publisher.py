@@ -199,7 +199,7 @@ class JournalingPublisher(EventPublisher):
         return not self._queue.closed or self._queue.unsent > 0
 
     def _fill_hole(self, first: int) -> None:
-        """What a pass had taken that failed half-way is missing in the journal."""
+        """Says that the numbers of a pass that failed half-way are missing in the journal."""
         recorded = self._journal.next_sequence
         if recorded < first:
             self._record([self._hole(recorded, first - 1, "encode", "a failed pass")])

@@ -132,7 +132,7 @@ class Watch:
         return part
 
     def _begin_to_read(self) -> None:
-        """Who names no cursor begins where the journal does. Its first part is taken at once: a busy publisher drops
+        """Begins where the journal does if no cursor is named. Its first part is taken at once: a busy publisher drops
         the oldest batch before the reader has even heard where it begins."""
         for left in reversed(range(_TRIES_FOR_THE_OLDEST)):
             self.cursor = self.state.oldest_sequence if self._order.first is None else self._order.first

@@ -320,7 +320,7 @@ def _check_owner(operation: Operation) -> None:
 
 
 def _seconds_left(context: Any, most: float = _STORAGE_SECONDS) -> float:
-    """What a call may take: a little less than its own deadline, so that the answer still arrives."""
+    """Returns the seconds a call may take: a little less than its own deadline, so that the answer still arrives."""
     left = context.time_remaining()
     return most if left is None else max(0.01, min(most, left - _MARGIN_SECONDS))
 

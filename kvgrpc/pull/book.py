@@ -1,4 +1,4 @@
-"""What this rank took and lent: pulls in flight, and the last that ended."""
+"""The pulls that this rank took and lent: those in flight, and the last that ended."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Who has most of a prompt: so many leading ``pages``. ``name``: by which this holder alone knows the prompt.
+    """The holder that has most of a prompt: so many leading ``pages``. ``name``: by which this holder alone knows the prompt.
     ``others``: the same of each of the holder's ``others``; ``pages`` are those that all of them have."""
 
     holder: Holder
@@ -103,7 +103,7 @@ def alone(ref: RankRef, layout: Layout) -> tuple[RankRef, Layout]:
 
 
 class PullDirection(enum.IntEnum):
-    """Which way the pages of a pull went, as this rank sees it."""
+    """The way that the pages of a pull went, seen from this rank."""
 
     TAKEN = 1
     LENT = 2

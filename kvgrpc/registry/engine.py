@@ -189,7 +189,7 @@ class RegisteredEngine:
 
 
 class _Fitting:
-    """Which ranks any of many selectors fits: by which coordinates they give, and what those are."""
+    """Tells the ranks that any of many selectors fits: by which coordinates they give, and what those are."""
 
     def __init__(self, selectors: Iterable[RankSelector]) -> None:
         self._wanted: dict[tuple[str, ...], set[tuple[int, ...]]] = {}
@@ -202,7 +202,7 @@ class _Fitting:
 
 
 class _Streams:
-    """Which dp ranks have a stream of events, and which publish it live, by the rank of each that would."""
+    """The dp ranks that have a stream of events, and those that publish it live, by the rank of each that would."""
 
     def __init__(self) -> None:
         self._without: tuple[set[int], set[int]] = (set(), set())

@@ -247,7 +247,7 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         self._missing_streams.heed(changes)
 
     def _note_fenced(self, rows: Sequence[RankRow], error: StaleEpoch) -> None:
-        """Where no incarnation of the rank is there, the one that asks is why it is missing: it runs, and in vain."""
+        """Notes the one that asks as why the rank is missing, if no incarnation is there: it runs, and in vain."""
         table = self.store.table
         for row in rows:
             if str(row.ref.rank) == error.metadata.get("rank") and table.leased(row.ref.rank) is None:

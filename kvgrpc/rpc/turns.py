@@ -47,7 +47,7 @@ _Turn = tuple[_Accounts, "asyncio.Future[None]"]
 
 
 class Turns:
-    """Who does what takes milliseconds of an event loop asks for a turn before each piece of it.
+    """Gives turns: work that takes milliseconds of an event loop asks for one before each piece of it.
 
     Between two pieces the loop is everybody else's for as long as the first took, or until it has nothing to do: long
     work of all callers together has half of the time at most of a loop that others want too. Callers that wait get one
@@ -142,8 +142,9 @@ class Turns:
     def in_turns(
         self, coroutine: Coroutine[Any, Any, T], leave: Callable[[], None] | None = None
     ) -> Generator[Any, Any, T]:
-        """What the coroutine, a call, returns or raises; while hand-offs go on each of its steps waits for its turn,
-        but for one that hears that it was cancelled. ``leave``: its place among those that wait for their first one.
+        """Returns or raises what the coroutine, a call, does; while hand-offs go on each of its steps waits for its
+        turn, but for one that hears that it was cancelled. ``leave``: its place among those that wait for their first
+        one.
         """
         raised: BaseException | None = None
         while True:

@@ -137,7 +137,7 @@ class Lending:
         self.next_at = self._first_at
 
     def look(self, now: float, work_waits: bool, turns: int) -> bool:
-        """Whether this look lends. ``work_waits``: a thread of ours would run now if it had the interpreter. ``turns``:
+        """True if this look lends. ``work_waits``: a thread of ours would run now if it had the interpreter. ``turns``:
         moves whenever they have it.
         """
         kept = work_waits and self._watching and turns == self._turns

@@ -62,7 +62,7 @@ def events_refused(config: RankConfig, error: ValueError) -> InvalidRequest:
 
 
 def _contradictions(config: RankConfig) -> Iterator[Violation]:
-    """What each field alone may be, and all together cannot."""
+    """Yields what each field alone may be, and all together cannot."""
     if not config.pools and config.role is not Role.UNIFIED:
         yield Violation("pools", "at least one", config.pools)
     aux_bytes = sum(buffer.item_bytes for buffer in config.aux)

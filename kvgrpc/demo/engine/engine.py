@@ -52,7 +52,7 @@ class DemoEngine:
         return self._reserve(prompt, room_for, [])
 
     def admit_to_compute(self, prompt: Sequence[int]) -> Run:
-        """As ``admit``, but takes whole chunks that the prefix cache has from there.
+        """Admits like ``admit``, but takes whole chunks that the prefix cache has from there.
 
         The last token is computed in any case: the first token of the answer follows from it.
         """
@@ -62,7 +62,7 @@ class DemoEngine:
         return self._reserve(prompt, 0, found[:whole])
 
     def admit_to_receive(self, prompt: Sequence[int], room_for: int) -> Run:
-        """As ``admit``, but takes all pages that the prefix cache has from there: only the others need to come."""
+        """Admits like ``admit``, but takes all pages that the prefix cache has: only the others need to come."""
         return self._reserve(prompt, room_for, self.cache.match(prompt))
 
     def take_pages(self, count: int) -> list[int]:

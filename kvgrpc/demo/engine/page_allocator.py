@@ -1,4 +1,4 @@
-"""Which pages of a pool are free, and how many users each of the others has. Pure; one thread."""
+"""Knows the free pages of a pool, and how many users each of the others has. Pure; one thread."""
 
 from __future__ import annotations
 

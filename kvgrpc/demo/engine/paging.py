@@ -23,7 +23,7 @@ COMPONENTS = ("k", "v")
 
 
 class Memory(Protocol):
-    """Where pages come from: a data plane, or ``OwnMemory``."""
+    """The source of pages: a data plane, or ``OwnMemory``."""
 
     def allocate(self, nbytes: int) -> int:
         """Zeroed memory, page aligned; its address."""

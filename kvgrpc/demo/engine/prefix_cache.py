@@ -1,4 +1,4 @@
-"""Which pages hold which prefix: a tree of full pages keyed by a hash chain, least recently used leaf out first.
+"""A tree of full pages keyed by a hash chain finds the pages of a prefix; the least recently used leaf goes first.
 
 Every change is an event: whoever reads them all knows exactly what is cached. Pure; one thread.
 """

@@ -1,1 +1,1 @@
-"""What each process of the demo does; ``main`` is where all begin."""
+"""The code of each process of the demo; all begin at ``main``."""

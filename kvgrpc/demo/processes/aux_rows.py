@@ -1,4 +1,4 @@
-"""What goes with the last page of a room: the room's number, the answer's first token, the length of the prompt."""
+"""The row that goes with the last page of a room: its number, the answer's first token, the length of the prompt."""
 
 from __future__ import annotations
 

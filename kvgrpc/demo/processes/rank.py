@@ -1,4 +1,4 @@
-"""What the prefill and the decode process have in common: opening the rank, the loop, events, reports, the end."""
+"""The common part of the prefill and the decode process: opening the rank, the loop, events, reports, the end."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class EngineRank:
         self.router.tell(RoomFailed(room, reason, text))
 
     def publish_events(self) -> None:
-        """What happened in the prefix cache since the call before, as one batch."""
+        """Publishes, as one batch, the events of the prefix cache since the call before."""
         events = self.engine.cache.take_events()
         if events:
             self.rank.events.publish(KVEventBatch(time.time(), list(events)))
@@ -78,7 +78,7 @@ class EngineRank:
 
 
 class DemoScheduler(Protocol):
-    """What an engine does with its requests."""
+    """Takes an engine's requests through its steps."""
 
     @property
     def busy(self) -> bool:

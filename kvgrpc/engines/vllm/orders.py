@@ -132,7 +132,7 @@ class KvGrpcOrders(SecondaryTierManager):
         return bool(self._promotions or self._orders.waiting or self._finished or len(self._questions))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """What a request took from the host, as vLLM's own manager remembers it."""
+        """Notes what a request took from the host: vLLM's own manager remembers it."""
         access = getattr(vllm_host, "_RequestCacheAccess", None)
         found = None if access is None else req_context.get_state(access)
         self._outcomes.on_used(getattr(found, "reused_keys", ()))

@@ -70,7 +70,7 @@ def _within(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Iterable[Any
 
 
 def _end_of(payload: bytes, at: int) -> int:
-    """Where the value that begins at ``at`` ends."""
+    """Returns where the value that begins at ``at`` ends."""
     left = 1
     while left:
         at, values = _header(payload, at)
@@ -88,7 +88,7 @@ def _list_header(payload: bytes, at: int) -> tuple[int, int]:
 
 
 def _header(payload: bytes, at: int) -> tuple[int, int]:
-    """Where what is behind a header and its own bytes begins, and how many values that is."""
+    """Returns where the values behind a header and its own bytes begin, and how many they are."""
     if at >= len(payload):
         raise msgspec.DecodeError("it ends too early")
     code, size, values = payload[at], 0, 0

@@ -214,8 +214,8 @@ class FollowerCore:
     def snapshot_slices(
         self, number: int, part: int, next_sequence: int, payloads: Sequence[bytes], now: float
     ) -> Iterator[None]:
-        """As ``snapshot``, in steps of a millisecond or two: between them others may have their turn. What else is told
-        meanwhile counts; a Watch that ends takes the rest of the part with it."""
+        """Takes a ``snapshot`` in steps of a millisecond or two: between them others may have their turn. What else is
+        told meanwhile counts; a Watch that ends takes the rest of the part with it."""
         if self._heard(number, now) is None:
             return
         if part == 0:
@@ -447,7 +447,7 @@ class FollowerCore:
                 self.contents.blocks.hide()
 
     def _forget(self) -> None:
-        """What is shown is no state of the cache any more."""
+        """Drops the blocks that are shown: they are no state of the cache any more."""
         if self.contents is not None:
             self.contents.blocks.drop()
         self.contents, self._shown, self._expected = None, False, None

@@ -338,7 +338,7 @@ class BlockSet:
         return appeared
 
     def _stored_together(self, place: _Medium, hashes: Sequence[int]) -> bool:
-        """Where all have the same holders and we are none of them, as in most of a snapshot: a third of the time."""
+        """Stores them in a third of the time; False if not all have the same holders, as most of a snapshot have."""
         numbers, _ = self._index.tables()
         before = numbers.get(hashes[0], 0)
         after = self._step(before, place.plane, present=True)

@@ -202,7 +202,7 @@ def _all_hashes(asked: Asked) -> dict[int, list[int]]:
 
 
 def _hash_some(hashes: Iterator[int], found: list[int]) -> bool:
-    """As many as a turn of the loop has time for; whether these were the last."""
+    """Hashes as many as a turn of the loop has time for. True: these were the last."""
     end = time.monotonic() + PIECE_SECONDS
     for one in hashes:
         found.append(one)

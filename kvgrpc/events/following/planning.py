@@ -158,7 +158,7 @@ class _Reservation:
 
 
 class _Given:
-    """What plans gave to caches that they have not told of yet: tokens to compute, and pulls to lend for."""
+    """Work that plans gave to caches and these have not told of yet: tokens to compute, and pulls to lend for."""
 
     def __init__(self, before: _Given | None = None) -> None:
         self.tokens: Counter[_Cache] = Counter() if before is None else before.tokens.copy()

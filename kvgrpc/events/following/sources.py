@@ -77,7 +77,7 @@ class Question(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which caches are told, and what of each: only those of these engines (none named: of all), the ``most`` best (0:
+    """Selects caches, and fields of each: only those of these engines (none named: of all), the ``most`` best (0:
     all), those that were exact at most ``max_staleness`` seconds ago (None: all)."""
 
     engines: Collection[str] = ()

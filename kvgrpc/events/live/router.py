@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Replay:
-    """What one client still has to get: from ``next`` to ``last``; ``ready`` was read already."""
+    """The rest of one client's replay: from ``next`` to ``last``; ``ready`` was read already."""
 
     next: int
     last: int

@@ -191,7 +191,7 @@ class SnapshotCut:
             self._encode(runs or [])
 
     def _encode(self, runs: list[_Run]) -> None:
-        """As one part, or as several where it comes out too large: nobody knows before what else blocks have to say."""
+        """Encodes one part, or several where it is too large: nobody knows before what else blocks have to say."""
         payload = self._payload_of(runs)
         if len(payload) <= MAX_PART_BYTES or (len(runs) == 1 and not self._is_halved(runs[0][0], len(payload))):
             self._parts.append(payload)

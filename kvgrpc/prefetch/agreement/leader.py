@@ -251,7 +251,7 @@ _BEATS = 16
 
 
 class _Stream:
-    """What is to be told to one rank: appended from any thread, written on the loop."""
+    """The messages to one rank: appended from any thread, written on the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, beat_seconds: float) -> None:
         self._loop = loop
@@ -281,7 +281,7 @@ class _Stream:
             )
 
     async def write_all(self, write: Callable[[pb.JoinAgreementResponse], Any]) -> None:
-        """What waits, many things in one message, or a beat, until the stream ends.
+        """Yields what waits, many things in one message, or a beat, until the stream ends.
 
         Raises TooManyRequests as ``check`` does."""
         while True:
@@ -292,7 +292,7 @@ class _Stream:
             await write(self._next_message())
 
     def _next_message(self) -> pb.JoinAgreementResponse:
-        """What waits, or as much of it as is told at once."""
+        """Takes what waits, or as much of it as is told at once."""
         merged = pb.JoinAgreementResponse(beat=wire.beat_to_pb(time.monotonic()))
         for _ in range(_MESSAGES_OF_A_MESSAGE):
             with self._lock:

@@ -160,7 +160,7 @@ class JoinedAgreement:
             wake.set()
 
     async def _messages(self, wake: asyncio.Event) -> AsyncIterator[pb.JoinAgreementRequest]:
-        """What is said on one stream: the hello, and votes each time it is woken, until the stream is over."""
+        """Yields the messages of one stream: the hello, and votes each time it is woken, until the stream is over."""
         hello = pb.JoinAgreementRequest()
         hello.hello.member.CopyFrom(rank_ref_to_pb(self._rank))
         hello.hello.layout.CopyFrom(layout_to_pb(self._layout))
@@ -209,7 +209,7 @@ class JoinedAgreement:
                 _log.warning("%s: a decision that cannot be read: %s", self._rank.rank, error)
 
     def _obey(self, operation_id: str, call: Callable[[], None]) -> bool:
-        """Whatever one order does to this rank, its stream goes on."""
+        """Obeys one order; whatever that does to this rank, its stream goes on."""
         try:
             call()
         except Exception as error:

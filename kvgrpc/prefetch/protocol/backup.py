@@ -130,7 +130,7 @@ class Backup(Operation):
         return None
 
     def on_there(self, batch: PageBatch, there: list[bool], now: float) -> PageBatch | None:
-        """Which pages of other writers are in storage; returned are those to write here: their writer is gone, or they
+        """Takes which pages of other writers are in storage; returns those to write here: their writer is gone, or they
         did not come within ``agreement_timeout``. A page that is stored twice is stored once."""
         for index, found in zip(batch.indices, there, strict=True):
             if found:
@@ -280,7 +280,7 @@ class Backup(Operation):
         self._say(Stage.COMPLETED, prefix, self.stop or lost, seconds)
 
     def _settle(self, decision: Decision) -> None:
-        """What is in storage for every rank is completed."""
+        """Completes the pages that are in storage for every rank."""
         self.completed = min(decision.pages, self._advance(_THERE))
         whole = decision.pages >= len(self.outcomes) and not self.cut
         self.stop = self.stop or (Stop.NONE if whole else decision.stop)

@@ -298,7 +298,7 @@ class Operation:
         self._work.append(End(state, stop))
 
     def _record(self, index: int, result: PageResult, outcome: PageOutcome, page: int) -> None:
-        """What came of one page, ``page`` of the prompt. A page that the backend still holds is nobody's."""
+        """Notes the end of one page, ``page`` of the prompt. A page that the backend still holds is nobody's."""
         self.outcomes[index] = outcome
         if result.ok:
             self.nbytes += self.page_bytes

@@ -190,7 +190,7 @@ class StorageThreads:
         return results
 
     def _source(self, operation: Operation, first: int) -> PageSource:
-        """Where the pages are that come behind the first so many of its prompt."""
+        """Returns the source of the pages behind the first so many of its prompt."""
         return source_behind(self._storage, operation.hashes, first, operation.order.engines or None)
 
     def _key(self, operation: Operation, page_hash: str) -> str:

@@ -150,7 +150,7 @@ class FindsByPrompt(Protocol):
     """A StorageBackend that finds a page by all that lies before it in its prompt, as another engine's cache does."""
 
     def behind(self, hashes: Sequence[str], first: int, only: Collection[str] | None = None) -> PageSource:
-        """Where pages of the prompt with these page hashes are read that come behind its ``first`` leading ones.
+        """Returns the source of the prompt's pages behind its ``first`` leading ones, by these page hashes.
         ``only``: names or addresses of the engines to ask; None: all."""
 
 

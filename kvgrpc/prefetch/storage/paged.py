@@ -176,7 +176,7 @@ class Workers:
 
     @staticmethod
     def _nothing_more(batches: list[_Batch[Any]], error: Exception) -> None:
-        """What an item raises is its result."""
+        """Does nothing: what an item raises is its result."""
 
 
 class PageCalls:

@@ -52,7 +52,7 @@ class Alarms:
         return not self._thread.is_alive()
 
     def _drop(self, alarm: _Alarm) -> None:
-        """What it would have called, and holds, goes at once; its place in the heap when half of them are empty."""
+        """Drops what it would have called, and holds; its place in the heap goes when half of them are empty."""
         with self._wake:
             if alarm.call is None:
                 return

@@ -449,7 +449,7 @@ class TieredCache:
         return NotEnoughPages(lacking) if lacking > 0 else _enough(self._tree.device_victims(count, now), count)
 
     def _drop_from_device(self, victims: Sequence[Node]) -> int:
-        """How many pages that frees; what a write back copies first goes the next time."""
+        """Returns how many pages it freed; one that a write back copies first goes the next time."""
         freed = 0
         back = self.write_policy is WritePolicy.WRITE_BACK
         for node in victims:

@@ -1,4 +1,4 @@
-"""Where a controller gets host pages from and who has them afterwards: an engine's radix cache, ours, or nobody's
+"""Keepers give a controller host pages and have them afterwards: an engine's radix cache, ours, or nobody's
 yet."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class CompletionQueue:
         return len(hashes) if self.leading_by_tier(hashes)[1] == len(hashes) else 0
 
     def leading_by_tier(self, hashes: Sequence[str]) -> tuple[int, int]:
-        """What waits, on the host; what was taken is the engine's to know."""
+        """Counts what waits, on the host; what was taken is the engine's to know."""
         with self._lock:
             return 0, max((_common(landed, hashes) for landed in self._waiting.values()), default=0)
 
@@ -101,7 +101,7 @@ class CompletionQueue:
         return len(hashes)
 
     def pages_of(self, hashes: Sequence[str]) -> Pages:
-        """What waits is known by the request it came for only."""
+        """Finds what waits by the hashes of the request that it came for, and by no others."""
         wanted = tuple(hashes)
         with self._lock:
             for landed in self._waiting.values():

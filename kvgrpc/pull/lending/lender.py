@@ -39,12 +39,12 @@ class HostCache(Protocol):
         """The leading pages that the host has; they are not evicted before the end of the context."""
 
     def buffers(self, page: int) -> PageBuffers:
-        """Where the bytes of one of these pages are."""
+        """Returns the places of the bytes of one of these pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class LentPages:
-    """What a rank lends: the cache, the names of its pages in storage, and what a page is.
+    """The parts of what a rank lends: the cache, the names of its pages in storage, and what a page is.
 
     ``heads``: where heads lie in a page, part after part; none: that cannot be told. ``shares``: which ranks of an
     engine of another tensor-parallel size have a page of ours together; none: its pages are not to be had. ``common``:

@@ -1,4 +1,4 @@
-"""Who lends: the ranks that a registry knows, and how much of a prompt each of them has."""
+"""Finds lenders: the ranks that a registry knows, and how much of a prompt each of them has."""
 
 from __future__ import annotations
 

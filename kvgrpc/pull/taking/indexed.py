@@ -1,4 +1,4 @@
-"""What an index says of who has a prompt: then only those are asked that have it."""
+"""Asks an index who has a prompt, so that only those are asked that have it."""
 
 from __future__ import annotations
 

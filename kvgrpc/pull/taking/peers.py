@@ -298,7 +298,7 @@ def _question(prompt: Sequence[str], only: Collection[str] | None) -> _Question:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What was said to a question, and when."""
+    """The answer to a question, and when it came."""
 
     prompt: tuple[str, ...]
     found: Found

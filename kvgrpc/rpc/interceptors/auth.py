@@ -72,7 +72,7 @@ def _line(method: Method, context: Context, error: KvGrpcError) -> str:
 
 
 def _named(inner: Behaviour) -> Behaviour:
-    """Where nobody proves anything, callers are told apart by their hosts."""
+    """Names the caller by its host, if nobody proves anything here."""
 
     async def call(request: Any, context: Context) -> Any:
         CALLER.set(Caller(_host(context)))

@@ -515,8 +515,8 @@ class Rank(Generic[Transfer]):
 
 
 class _Handed(Rank[Transfer]):
-    """What an engine has of a rank. All of the rank's is here, and the rank itself, which its loop holds, knows nothing
-    of this: so it goes when the engine lets it go."""
+    """The part of a rank that an engine has. All of the rank's is here, and the rank itself, which its loop holds,
+    knows nothing of this: so it goes when the engine lets it go."""
 
     __slots__ = ("_process", "_rank")
 

@@ -171,8 +171,8 @@ def check_each_pool(
 
 
 def check_destination(destination: Destination, pool_pages: int, pool: str, field: str = "pages") -> None:
-    """As ``check_pages``, and raises InvalidRequest for a page that occurs twice: the second page of the prompt would
-    overwrite the first."""
+    """Checks like ``check_pages``, and raises InvalidRequest for a page that occurs twice: the second page of the
+    prompt would overwrite the first."""
     if destination.clearly_fits(pool_pages):
         return
     check_inside(destination, pool_pages, pool)

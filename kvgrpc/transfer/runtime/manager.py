@@ -120,7 +120,7 @@ Ended = TypeVar("Ended", bound=AnyRoom, covariant=True)
 
 
 class _Work(Protocol[Ended]):
-    """What the work of both cores has for people."""
+    """The part of both cores' work that is for people."""
 
     @property
     def failed(self) -> Iterable[Ended]: ...

@@ -312,7 +312,7 @@ class PrefillResolver:
         return True
 
     def _look_for(self, room: ReceiverRoom, engine: PrefillEngine) -> None:
-        """Which dp rank has its sender, the ranks themselves say: one of each is asked. Raises as ``_targets_of``."""
+        """Asks one rank of each dp rank which of them has the room's sender. Raises like ``_targets_of``."""
         self._locator.add(room, [self._targets_of(dp, engine)[0] for dp in range(engine.layout.dp)])
 
     def _on_found(self, room: DecodeRoom, target: Target) -> None:

@@ -134,7 +134,7 @@ class Promotion:
             self._end, self._stop = index + 1, Stop.CAPACITY
 
     def _count_in_host(self, parent: ParentManager) -> None:
-        """How many leading chunks are in the host now."""
+        """Advances past the leading chunks that are in the host now; ends at one that is lost."""
         for _ in range(min(LOOKUPS_OF_A_STEP, self._found - self._there)):
             result = self._near(parent, self._there)
             if result is LookupResult.HIT_PENDING:

@@ -285,7 +285,7 @@ class FileBackend(PageByPage):
             os.close(descriptor)
 
     def _keep_scanning(self) -> None:
-        """What other processes wrote and dropped; a scan takes at most a twentieth of the time."""
+        """Learns what other processes wrote and dropped; a scan takes at most a twentieth of the time."""
         interval = self._config.rescan_interval
         while not self._closed.wait(interval):
             began = time.monotonic()

@@ -113,7 +113,7 @@ class Folder:
             yield name
 
     def _entries(self, clean: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """What is no plain file is no page."""
+        """Yields the plain files: nothing else is a page."""
         for folder, prefix in self._folders():
             with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
                 for entry in entries:

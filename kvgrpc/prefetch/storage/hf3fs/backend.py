@@ -236,7 +236,7 @@ class Hf3fsBackend(PageByPage):
             raise _disabled(f"does not start on {path} ({type(error).__name__}: {error})") from error
 
     def _read_layout(self, path: str) -> None:
-        """What the file says of itself and of its slots; a new one is made as long as it will be."""
+        """Reads what the file says of itself and of its slots; a new one is made as long as it will be."""
         whole = self._offset(self._slots.count)
         said = Header(f"{_LAYOUT}, {self._slots.count} slots of {self._slot_bytes} bytes", whole, 0)
         block = header_block()
@@ -266,7 +266,7 @@ class Hf3fsBackend(PageByPage):
 
 
 class _Use:
-    """How the use of a slot ended."""
+    """The end of the use of a slot."""
 
     def __init__(self) -> None:
         self.complete = True

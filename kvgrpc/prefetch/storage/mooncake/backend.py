@@ -273,7 +273,7 @@ class MooncakeBackend:
     def _move_staged(
         self, what: str, keys: Sequence[str], pages: Sequence[PageBuffers], numbers: list[int], deadline: float
     ) -> dict[int, PageResult]:
-        """As many pages as go through the staging memory at once, from the first of ``numbers`` on; one at least."""
+        """Moves as many pages as the staging memory takes at once, from the first of ``numbers`` on; one at least."""
         staging, area = self._staged_through()
         if page_bytes(pages[numbers[0]]) > staging.lane_bytes:
             least = page_bytes(pages[numbers[0]]) * self._config.threads

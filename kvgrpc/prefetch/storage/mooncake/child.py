@@ -161,7 +161,7 @@ class Child:
         return codes, sizes
 
     def _incomplete(self, call: Call, numbers: list[int]) -> list[int]:
-        """Which of these are still not there. The Store also says 0 while another client is writing the same key."""
+        """Returns those that are still missing. The Store also says 0 while another client is writing the same key."""
         until = min(call.deadline, time.monotonic() + _OTHERS_SECONDS)
         while numbers:
             there = self._store.batch_is_exist([call.keys[number] for number in numbers])

@@ -172,7 +172,7 @@ class EtcdView:
                 return
 
     def _apply(self, events: Sequence[pb.Event]) -> None:
-        """What is gone or replaced first: an engine that changed its shape must not be there in both."""
+        """Applies what is gone or replaced first: an engine that changed its shape must not be there in both."""
         rows: dict[RankId, _Stored | _Gone] = {}
         # A lease that ends only removes; who removes rows otherwise writes something beside it.
         written = {event.kv.mod_revision for event in events if event.type == pb.Event.PUT}
@@ -272,7 +272,7 @@ class _Gone(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """What stands at a row's key."""
+    """The value at a row's key."""
 
     row: RankRow
     lease: int

@@ -381,7 +381,7 @@ class PrefillCore:
                 self._answer(pair, key, self._too_many(full))
 
     def _own(self, pair: PrefillPair, room: PrefillRoom, entry: DecodeEntry) -> None:
-        """What follows from the first time that a decode incarnation names a room (10, ownership)."""
+        """Takes the first time that a decode incarnation names a room (10, ownership)."""
         self._owners.own(pair, room)
         of_sender = room.key.at(0) if room.key.place else room.key
         self._unnamed.drop(of_sender)
