@@ -91,7 +91,7 @@ class RogueDecode:
         named = sorted(key for key, record in prefill.core.rooms.items() if record.owner is not None)
         if named and rnd.random() < 0.5:
             key = rnd.choice(named)
-        bound = sorted(prefill.core._owners.named)
+        bound = sorted(prefill.core._records.owners.named)
         if bound and rnd.random() < 0.3:
             key = rnd.choice(bound)
         entry = pb.DecodeRoom(
@@ -134,7 +134,7 @@ class LyingCore(PrefillCore):
         super().tick()
         for pair in self.pairs.values():
             if pair.up and self.liar.random() < 0.3:
-                self._pending.add(pair, RoomKey(OWN_ROOMS))
+                self._records.pending.add(pair, RoomKey(OWN_ROOMS))
 
     def flush(self, pair: PrefillPair) -> list[PrefillEntry]:
         rnd, honest = self.liar, super().flush(pair)

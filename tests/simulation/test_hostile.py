@@ -10,7 +10,7 @@ import pytest
 from kvgrpc.errors import Failure, Reason, RoomCancelled
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer.protocol.prefill.core import PrefillCore
-from kvgrpc.transfer.protocol.prefill.ownership import Ownership
+from kvgrpc.transfer.protocol.prefill.records import Ownership
 from kvgrpc.transfer.protocol.types import (
     Bounds,
     DecodeEntry,

@@ -95,7 +95,7 @@ def test_in_whichever_order_they_come_each_rank_gets_every_page_and_the_sender_e
     assert moved[T0] == moved[T1] == {10: 100, 11: 101, 12: 102}
     assert handle.release_safe
     for ref in (T0, T1):
-        side.core._pending.add(side.core.pairs[ref], KEY.at(ref.rank.tp))
+        side.core._records.pending.add(side.core.pairs[ref], KEY.at(ref.rank.tp))
     said = {ref: side.core.flush(side.core.pairs[ref])[0] for ref in (T0, T1)}
     assert {(entry.state, entry.writes, entry.aux) for entry in said.values()} == {
         (RoomState.SUCCESS, Writes.SETTLED, b"aux")
@@ -309,7 +309,7 @@ def test_a_room_of_one_rank_beside_goes_its_own_way(side: Wide) -> None:
     Side.hello(side, OTHER)
     side.name(Want.ANNOUNCE, RoomKey(6), ref=OTHER)
     side.name(Want.FORGET, RoomKey(6), ref=OTHER)
-    assert RoomKey(6) not in side.core.rooms and side.core._owners.places == {KEY: 2}
+    assert RoomKey(6) not in side.core.rooms and side.core._records.owners.places == {KEY: 2}
 
 
 def test_ranks_of_one_replica_belong_together_where_they_count_alike(side: Wide) -> None:
@@ -324,9 +324,9 @@ def test_ranks_of_one_replica_belong_together_where_they_count_alike(side: Wide)
 def test_how_many_ranks_there_are_is_known_as_long_as_one_has_a_record(side: Wide) -> None:
     side.both_named()
     side.name(Want.FORGET, ref=T0)
-    assert side.core._owners.places == {KEY: 2}
+    assert side.core._records.owners.places == {KEY: 2}
     side.name(Want.FORGET, ref=T1)
-    assert side.core._owners.places == {} and side.core.open_rooms == 0
+    assert side.core._records.owners.places == {} and side.core.open_rooms == 0
 
 
 def test_decodes_prefix_is_known_once_every_rank_named_its_pages(side: Wide) -> None:
@@ -397,7 +397,7 @@ def test_nothing_is_left_of_rooms_that_went_any_way() -> None:
         for number, ref in itertools.product(range(1, 8), (T0, T1)):
             side.name(Want.FORGET, key=RoomKey(number), ref=ref)
         side.ticks(TIMING.ended_record + 2)
-        assert side.core.rooms == {} and side.core._owners.places == {} and side.core.open_writes == 0
+        assert side.core.rooms == {} and side.core._records.owners.places == {} and side.core.open_writes == 0
 
 
 def test_one_failure_ends_the_room_for_as_many_decode_ranks_as_there_may_be() -> None:

@@ -85,7 +85,7 @@ class TestBounds:
         for number, ref in ((3, D1), (4, D0)):
             side.name(key=RoomKey(number), ref=ref)
         assert RoomKey(3) in side.core.rooms and RoomKey(4) not in side.core.rooms
-        assert side.core._owners.places == {}, "each has one owner"
+        assert side.core._records.owners.places == {}, "each has one owner"
 
     def test_at_the_bound_of_unknown_writes_a_room_still_waits_and_past_it_none_that_writes_nothing(self) -> None:
         side = Side(bounds=Bounds(unknown_writes=2))
@@ -387,7 +387,7 @@ class TestTold:
     def test_nobody_is_told_of_a_room_of_another(self, side: Side) -> None:
         side.name()
         side.hello(D1)
-        side.core._pending.add(side.core.pairs[D1], KEY)
+        side.core._records.pending.add(side.core.pairs[D1], KEY)
         assert side.core.flush(side.core.pairs[D1]) == []
 
     def test_a_refusal_says_stopped_once_the_engine_that_lost_a_write_is_gone(self, side: Side) -> None:

@@ -136,7 +136,8 @@ def test_nothing_is_left_of_rooms_that_are_over(side: Side) -> None:
         side.ticks(1)
     pair, core = side.core.pairs[D0], side.core
     assert not core.rooms and not pair.rooms and not pair.pending_rooms and not pair.unclaimed and not pair.forgotten
-    assert len(core._due) == 0 and not core._moving and not core._ended._since
+    records = core._records
+    assert len(records._due) == 0 and not records._moving and not records._ended._since
 
 
 def test_rooms_that_meet_one_bound_share_one_failure_and_one_answer() -> None:

@@ -202,7 +202,7 @@ class TestARoomThatItsSenderBindsToAnEngine:
         side.name(ref=D0, pages=3)
         side.done()
         side.name(Want.FORGET, ref=D0)
-        assert not side.core.rooms and not side.core._owners.named
+        assert not side.core.rooms and not side.core._records.owners.named
         side.name(ref=D1)
         assert side.core.rooms[KEY].owner is side.core.pairs[D1]
 

@@ -1,4 +1,6 @@
-"""Prefill's half of a session as a state machine: one record per (room, attempt), and the pairs that own them.
+"""Prefill's half of a session as a state machine: its pairs, and what each of them may say of which room.
+
+Each room has a record (``records``), made when a decode or a local sender first names it: what follows there is theirs.
 
 Sans I/O, as decode/core.py. The shell (runtime/prefill_manager.py in the product, a world in tests/simulation) calls
 ``on_*`` when something happened and ``tick`` every ``Timing.tick_seconds`` of its own running time; then it takes the
@@ -7,9 +9,7 @@ Sans I/O, as decode/core.py. The shell (runtime/prefill_manager.py in the produc
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from kvgrpc.dataplane.base import Outcome
@@ -17,17 +17,15 @@ from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, StaleEpoch
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.page_check import ReadPages
-from kvgrpc.transfer.protocol.pairs import PendingRooms, SilentPair, note_silence, take_keys
+from kvgrpc.transfer.protocol.pairs import note_silence, take_keys
 from kvgrpc.transfer.protocol.prefill.chunks import Chunk
 from kvgrpc.transfer.protocol.prefill.fan_out import FanOut
-from kvgrpc.transfer.protocol.prefill.memory import EndedRecords, StreamNumbers, UnknownWrites
-from kvgrpc.transfer.protocol.prefill.ownership import Ownership, Unnamed
+from kvgrpc.transfer.protocol.prefill.memory import StreamNumbers
 from kvgrpc.transfer.protocol.prefill.pair import PrefillPair
+from kvgrpc.transfer.protocol.prefill.records import PrefillWork, RoomRecords
 from kvgrpc.transfer.protocol.prefill.room import PrefillRoom, Submission
-from kvgrpc.transfer.protocol.timers import Deadlines
 from kvgrpc.transfer.protocol.types import (
     HARDLY_GUESSED,
-    PAST_FAILURES,
     STATE_FAILED,
     WANT_ANNOUNCE,
     WANT_FORGET,
@@ -49,31 +47,9 @@ _UNKNOWN: Final = Outcome.FAILED_UNKNOWN  # reading it off its class costs more 
 __all__ = ["Chunk", "PrefillCore", "PrefillPair", "PrefillRoom", "PrefillWork", "Submission"]
 
 
-@dataclass(slots=True)
-class PrefillWork:
-    """Work for the shell, to be done in this order.
-
-    ``submissions``: writes to start. ``stops``: rooms that ended while writes were open; no further write of theirs
-    may start. ``gone``: pairs that were given up, whose memory the data plane is to forget. ``closes``: streams to end.
-    ``tell``: pairs with something to say, each to be flushed when its stream has room. ``failed``: rooms that failed
-    and are dropped, of which people may still ask why; the last 256. ``ended``: rooms that got their terminal state.
-    ``lost``: the same pairs, as people are told of them. ``silent``: pairs whose peer fell silent, or speaks again.
-    """
-
-    submissions: list[Submission] = field(default_factory=list)
-    stops: list[PrefillRoom] = field(default_factory=list)
-    gone: list[PrefillPair] = field(default_factory=list)
-    closes: list[object] = field(default_factory=list)
-    tell: list[PrefillPair] = field(default_factory=list)
-    failed: deque[PrefillRoom] = field(default_factory=lambda: deque(maxlen=PAST_FAILURES))
-    ended: list[PrefillRoom] = field(default_factory=list)
-    lost: list[LostPair] = field(default_factory=list)
-    silent: list[SilentPair] = field(default_factory=list)
-
-
 class PrefillCore:
-    """See the module. ``open_writes``: submissions without an outcome; ``open_rooms``: rooms that have not ended;
-    ``unknown_writes``: submissions of which nobody knows whether they ended.
+    """See the module. ``rooms``: every record; ``open_writes``: submissions without an outcome; ``open_rooms``: rooms
+    that have not ended; ``unknown_writes``: submissions of which nobody knows whether they ended.
     """
 
     def __init__(
@@ -88,29 +64,33 @@ class PrefillCore:
         """``data_plane``: the name of the data plane, for the texts of failures. ``read``: where given, a page that a
         room reads is another room's only at the same place of its prompt (16, page check)."""
         self.me = me
-        self._read = read
         self._data_plane = data_plane
         self.timing = timing or Timing()
         self.bounds = bounds or Bounds()
-        self.now = 0
-        self.draining = False
-        self.rooms: dict[RoomKey, PrefillRoom] = {}
         self.pairs: dict[RankRef, PrefillPair] = {}
-        self.open_writes = 0
-        self.open_rooms = 0
         self.unknown_writes = 0
         self.ignored_entries = 0
-        self._work = PrefillWork()
-        self._pending: PendingRooms[PrefillPair] = PendingRooms()
-        self._due: Deadlines[PrefillRoom] = Deadlines()
-        self._moving: dict[RoomKey, PrefillRoom] = {}
-        self._ended = EndedRecords(self.timing.ended_record, self.bounds.ended_records)
-        self._unknown = UnknownWrites(self.bounds.known_streams)
+        self._records = RoomRecords(me, self.timing, self.bounds, read)
+        self.rooms: Mapping[RoomKey, PrefillRoom] = self._records.by_key
         self._numbers = StreamNumbers(self.bounds.known_streams)
-        self._owners = Ownership(self.rooms, self.bounds)
-        self._unnamed = Unnamed(self.timing)
         self._last_refusal: tuple[tuple[int, str, int, int], Failure] | None = None
         self._last_answer: tuple[Failure, Writes] | None = None
+
+    @property
+    def now(self) -> int:
+        return self._records.now
+
+    @property
+    def open_rooms(self) -> int:
+        return self._records.open
+
+    @property
+    def open_writes(self) -> int:
+        return self._records.open_writes
+
+    @property
+    def draining(self) -> bool:
+        return self._records.draining
 
     # What the engine asks for.
 
@@ -118,29 +98,30 @@ class PrefillCore:
         """A local sender takes the room, for whichever decode names it, or for the engine ``decode`` alone. None: its
         handle has failed, because the room has a sender already or cannot be taken; a sender that came first is not
         disturbed (10, ownership)."""
-        if decode and not self.has_sender(key):
+        records = self._records
+        if decode and not records.has_sender(key):
             self._take_back(key, decode)
         room = self.rooms.get(key)
         error: KvGrpcError | None = None
         if room is None and len(self.rooms) >= self.bounds.rooms:
             error = failures.too_many("rooms", self.bounds.rooms, len(self.rooms))
-        elif self.has_sender(key):
+        elif records.has_sender(key):
             error = failures.conflict(key, f"a local sender of {self.me}")
         if error is not None:
             handle.release_safe = True
             handle.fail(self._failure(error))
             return None
         if room is None:
-            room = self._make(key)
+            room = records.make(key)
         if decode:
-            self._owners.named[key] = decode
+            records.owners.named[key] = decode
         if room.owner is None and not room.ended:
-            self._unnamed.add(key, self.now)
-        places = self._owners.places.get(key, 1)
+            records.unnamed.add(key, self.now)
+        places = records.owners.places.get(key, 1)
         if places == 1:
-            self._claim(room, handle)
+            records.claim(room, handle)
         else:
-            self._spread(room, FanOut(handle, places))
+            records.spread(room, FanOut(handle, places))
         return room
 
     def send(
@@ -158,42 +139,40 @@ class PrefillCore:
             if not each.ended:
                 if expectation is not None:
                     each.expect(*expectation)
-                self._book_change(each, each.send(chunk, aux, self.bounds.chunks_per_room))
+                self._records.book(each, each.send(chunk, aux, self.bounds.chunks_per_room))
 
     def fail(self, room: PrefillRoom, failure: Failure) -> None:
         """Abort or cancel: the room is Failed at once, and no further write of it starts, to whichever decode rank."""
         for each in room.siblings:
             if self.rooms.get(each.key) is each:
-                self._fail(each, failure)
+                self._records.fail(each, failure)
 
     def find(self, key: RoomKey) -> PrefillRoom | None:
         """The room's record; where several decode ranks are owed the room, that of the first which is left."""
-        room = self.rooms.get(key)
-        return next(self._later(key), None) if room is None else room
+        return self._records.find(key)
 
     def has_sender(self, key: RoomKey) -> bool:
         """True if a local sender took the room. The first of its decode ranks may be done, and the others not."""
-        room = self.rooms.get(key)
-        return (room is not None and room.claimed) or any(each.claimed for each in self._later(key))
+        return self._records.has_sender(key)
 
     def drain(self) -> None:
         """From now on refuses new rooms; rooms with a local sender go on (rule 4, proof of death)."""
-        self.draining = True
+        self._records.draining = True
         for room in list(self.rooms.values()):
             if not room.claimed:
-                self._refuse(room, failures.draining(self.me))
+                self._records.refuse(room, failures.draining(self.me))
 
     def undrain(self) -> None:
         """Takes new rooms again; those that a drain refused stay refused."""
-        self.draining = False
+        self._records.draining = False
 
     # What the shell does for the core.
 
     def take_work(self) -> PrefillWork:
         """Hands over what is to be done now; the core keeps no part of it."""
-        work, self._work = self._work, PrefillWork()
+        work = self._records.take_work()
         self._reject_ended(work)
-        work.tell = self._pending.take_pairs()
+        work.tell = self._records.pending.take_pairs()
         return work
 
     def flush(self, pair: PrefillPair) -> list[PrefillEntry]:
@@ -232,31 +211,31 @@ class PrefillCore:
         pair = self.pairs.get(ref)
         if pair is None:
             pair = self.pairs[ref] = PrefillPair(ref, peer, self.now)
-            if self._unknown.without_record(ref) is WRITES_UNKNOWN:
+            if self._records.unknown.without_record(ref) is WRITES_UNKNOWN:
                 pair.unknown_writes = self.bounds.unknown_writes
-        self._unnamed.note_back(ref.rank)
+        self._records.unnamed.note_back(ref.rank)
         older = pair.welcome(stream, number, self.now)
         if older is not None:
-            self._work.closes.append(older)  # 2, one stream: a larger one ends the older before welcome is sent
+            self._records.work.closes.append(older)  # 2, one stream: a larger one ends the older before welcome is sent
         unsettled = (key for key in pair.rooms if not self.rooms[key].forgotten)
-        self._pending.add_all(pair, (*unsettled, *pair.answers))
+        self._records.pending.add_all(pair, (*unsettled, *pair.answers))
         return None
 
     def on_refused_hello(self, keys: Iterable[RoomKey], engine: str, error: KvGrpcError) -> None:
         """A decode of ``engine`` whose Hello was refused waits for these rooms: their senders fail with the reason,
         also those that come later (1, opening)."""
         for key in keys:
-            if key in self._owners.places:  # one of several decode ranks has named it
+            if key in self._records.owners.places:  # one of several decode ranks has named it
                 continue
-            named = self._owners.named.get(key)
+            named = self._records.owners.named.get(key)
             if named != engine if named else key.room < HARDLY_GUESSED:
                 continue
             room = self.rooms.get(key)
             if room is None and len(self.rooms) < self.bounds.rooms:
-                room = self._make(key)
+                room = self._records.make(key)
             if room is not None and room.owner is None:
                 room.engine = engine
-                self._refuse(room, error)
+                self._records.refuse(room, error)
 
     def on_heard(self, stream: object, ref: RankRef) -> None:
         """Anything arrived on the stream."""
@@ -282,65 +261,54 @@ class PrefillCore:
 
     def on_outcome(self, submission: Submission, outcome: Outcome, detail: str = "") -> None:
         """The data plane ended one submission (7, writes)."""
+        records = self._records
         room = submission.record
-        self._count_outcome(submission, outcome)
+        records.count_outcome(submission, outcome)
         had_ended = room.ended
         room.end_write(submission, outcome, detail, self._data_plane)
         if outcome is _UNKNOWN or submission.pair.unknown_writes:
             self._note_unknown(submission.pair, outcome)
         if not had_ended:
-            self._book_change(room)
+            records.book(room)
         elif not room.open_writes:
-            self._remember_ended(room)
-            self._tell(room)
+            records.remember_ended(room)
+            records.tell(room)
 
     def fail_write(self, submission: Submission, outcome: Outcome, failure: Failure) -> None:
         """``on_outcome`` raised, wherever it was: the write is over all the same, and its room fails."""
-        self._count_outcome(submission, outcome)
+        records = self._records
+        records.count_outcome(submission, outcome)
         room = submission.record
         had_ended = room.ended
         self.fail(room, failure)
         if had_ended and not room.open_writes:
             room.settle()
-            self._remember_ended(room)
-            self._tell(room)
-
-    def _count_outcome(self, submission: Submission, outcome: Outcome) -> None:
-        """Once: a write that nobody counts holds the pages of its room until the pair is lost."""
-        if not submission.counted:
-            submission.counted = True
-            self.open_writes -= 1
-            submission.record.count_write(outcome)
+            records.remember_ended(room)
+            records.tell(room)
 
     @property
     def has_unknown_writes(self) -> bool:
         """True if a write that failed may still be on its way (rule 7, writes)."""
-        return bool(self._unknown) or any(room.writes is WRITES_UNKNOWN for room in self.rooms.values())
+        return bool(self._records.unknown) or any(room.writes is WRITES_UNKNOWN for room in self.rooms.values())
 
     def on_engine_destroyed(self) -> None:
         """All outcomes were reported, and no write of ours is left anywhere: UNKNOWN becomes STOPPED (7, writes)."""
-        self._unknown.clear()
+        self._records.unknown.clear()
         self.unknown_writes = 0
         for room in self.rooms.values():
             if room.engine_destroyed():
-                self._remember_ended(room)
-                self._tell(room)
+                self._records.remember_ended(room)
+                self._records.tell(room)
         for pair in self.pairs.values():
             pair.unknown_writes = 0
             for key, (failure, writes) in pair.answers.items():
                 if writes is WRITES_UNKNOWN:
-                    pair.answers[key] = (failure, self._unknown.without_record(pair.ref))
-                    self._pending.add(pair, key)
+                    pair.answers[key] = (failure, self._records.unknown.without_record(pair.ref))
+                    self._records.pending.add(pair, key)
 
     def tick(self) -> None:
-        self.now += 1
-        for room in self._due.due(self.now):
-            self._run_out(room)
-        overdue = {self._expire(self.rooms[key], aged): None for key, aged in self._ended.take_over(self.now)}
-        self._tell_progress()
-        for late in overdue:
-            if late is not None:
-                self._end_stream(late)
+        for late in self._records.tick():
+            self._end_stream(late)
         for pair in list(self.pairs.values()):
             how = pair.given_up(self.now, self.timing)
             if how:
@@ -348,15 +316,16 @@ class PrefillCore:
             said = pair.heard_at if pair.up else None
             told = note_silence(pair, said, pair.open_rooms, self.now, self.timing)
             if told is not None:
-                self._work.silent.append(told)
+                self._records.work.silent.append(told)
             if pair.lost and pair.stream is None and not pair.rooms:
                 del self.pairs[pair.ref]
         if not any(pair.silent for pair in self.pairs.values()):  # who is held names no room
-            self._fail_unnamed()
+            self._records.fail_unnamed()
 
     # One entry of a frame.
 
     def _apply(self, pair: PrefillPair, entry: DecodeEntry) -> None:
+        records = self._records
         key, want = entry.key, entry.want
         if pair.place:
             key = key.at(pair.place)
@@ -364,35 +333,36 @@ class PrefillCore:
         if want is WANT_FORGET:
             self._forget(pair, key, room)
         elif pair.answers and key in pair.answers:
-            self._pending.add(pair, key)
-        elif self._owners.named and not self._owners.may_name(pair.ref.rank.engine, key):
+            records.pending.add(pair, key)
+        elif records.owners.named and not records.owners.may_name(pair.ref.rank.engine, key):
             self._answer_bound(pair, key)
         elif room is not None and room.owner is pair:
             self._take_want(pair, room, entry)
-        elif (other := self._owners.other_owner(pair, key)) is not None:
+        elif (other := records.owners.other_owner(pair, key)) is not None:
             self._answer(pair, key, self._failure(failures.conflict(key, other.ref)))
         elif room is not None:
             self._own(pair, room, entry)
         else:
-            full = self._owners.full(pair)
+            full = records.owners.full(pair)
             if full is None:
-                self._own(pair, self._make(key), entry)
+                self._own(pair, records.make(key), entry)
             elif want is not WANT_ANNOUNCE:  # of one that is not noted nothing is lost: WRITE says it again
                 self._answer(pair, key, self._too_many(full))
 
     def _own(self, pair: PrefillPair, room: PrefillRoom, entry: DecodeEntry) -> None:
         """Takes the first time that a decode incarnation names a room (10, ownership)."""
-        self._owners.own(pair, room)
+        records = self._records
+        records.owners.own(pair, room)
         of_sender = room.key.at(0) if room.key.place else room.key
-        self._unnamed.drop(of_sender)
+        records.unnamed.drop(of_sender)
         if pair.places > 1:
-            self._expect_places(of_sender, pair.places)
+            records.expect_places(of_sender, pair.places)
         if not room.claimed:
-            self._owners.wait_for_sender(pair, room)
+            records.owners.wait_for_sender(pair, room)
             if not room.ended:  # as one of a Hello that was refused
-                self._await_sender(room, entry)
+                records.await_sender(room, entry)
             if self.draining:
-                self._refuse(room, failures.draining(self.me))
+                records.refuse(room, failures.draining(self.me))
         if pair.unknown_writes > self.bounds.unknown_writes:
             self._refuse_unless_probe(pair, room)
         self._take_want(pair, room, entry)
@@ -412,7 +382,7 @@ class PrefillCore:
         if pair.unknown_writes == limit + 1:  # those that are named from now on are refused when they are
             for room in [self.rooms[key] for key in pair.rooms]:
                 if not (room.ended or room.open_writes):
-                    self._refuse(room, self._too_many_unknown(pair))
+                    self._records.refuse(room, self._too_many_unknown(pair))
 
     def _refuse_unless_probe(self, pair: PrefillPair, room: PrefillRoom) -> None:
         """Never for good: one room a while shows whether writes to this decode end again. One that ended before it
@@ -422,7 +392,7 @@ class PrefillCore:
         if self.now >= pair.next_probe_at or self._showed_nothing(pair.probe):
             pair.probe, pair.next_probe_at = room.key, self.now + self.timing.probe
         else:
-            self._refuse(room, self._too_many_unknown(pair))
+            self._records.refuse(room, self._too_many_unknown(pair))
 
     def _showed_nothing(self, probe: RoomKey | None) -> bool:
         room = self.rooms.get(probe) if probe is not None else None
@@ -432,12 +402,6 @@ class PrefillCore:
         left = (pair.next_probe_at - self.now) * self.timing.tick_seconds
         return failures.too_many_unknown(pair.ref, self.bounds.unknown_writes, pair.unknown_writes, left)
 
-    def _await_sender(self, room: PrefillRoom, entry: DecodeEntry) -> None:
-        """A second less than decode waits, so that it hears the reason before its own deadline ends the room."""
-        left = self.timing.ticks(entry.time_left_ms) if entry.time_left_ms else self.timing.unclaimed
-        ticks = min(left - self.timing.welcome_within, self.timing.unclaimed)
-        self._due.set(room, self.now + max(1, ticks))
-
     def _take_want(self, pair: PrefillPair, room: PrefillRoom, entry: DecodeEntry) -> None:
         want = entry.want
         if want < room.want:
@@ -445,20 +409,20 @@ class PrefillCore:
         elif not room.ended:
             announced, room.want = room.want is WANT_ANNOUNCE, want
             if entry.error is not None:
-                self._refuse(room, entry.error)
+                self._records.refuse(room, entry.error)
             elif want is WANT_STOP:
-                self._fail(room, entry.failure or self._failure(failures.stopped(room.key, pair.ref)))
+                self._records.fail(room, entry.failure or self._failure(failures.stopped(room.key, pair.ref)))
             elif entry.destination is not None:
                 submissions = room.set_destination(entry.destination, entry.traceparent)
                 if room.claimed:
-                    self._due.clear(room)
+                    self._records.end_waiting(room)
                 elif announced:
-                    self._await_sender(room, entry)
-                self._book_change(room, submissions)
+                    self._records.await_sender(room, entry)
+                self._records.book(room, submissions)
             elif room.announce(entry.traceparent):
-                self._tell(room)
+                self._records.tell(room)
         if room.ended:
-            self._pending.add(pair, room.key)  # it is answered from the record, also a second time (11, memory)
+            self._records.pending.add(pair, room.key)  # it is answered from the record, also a second time (11, memory)
 
     def _forget(self, pair: PrefillPair, key: RoomKey, room: PrefillRoom | None) -> None:
         """Decode has what it needs (11, memory of the ended)."""
@@ -466,19 +430,19 @@ class PrefillCore:
         if pair.answers.pop(key, None) is not None or room is None or room.owner is not pair:
             return
         if not room.ended and not room.claimed:
-            self._drop(room)  # nothing was ever written for it, and decode does not know it
+            self._records.drop(room)  # nothing was ever written for it, and decode does not know it
             return
         if room.destination is None:  # nor for one that was announced, and whose sender waits
-            self._refuse(room, failures.stopped(key, pair.ref))
+            self._records.refuse(room, failures.stopped(key, pair.ref))
         if room.writes is WRITES_OPEN:
             self.ignored_entries += 1  # it forgets what is not settled (6, ending)
         elif room.writes is not WRITES_UNKNOWN:
             if room.claimed:
-                self._drop(room)
+                self._records.drop(room)
             elif not room.forgotten:
                 room.forgotten = True  # a sender may still come, and fails with the record's cause
                 pair.forgotten += 1
-                self._owners.wait_no_more(room)
+                self._records.owners.wait_no_more(room)
 
     def _too_many(self, full: tuple[str, int, int]) -> Failure:
         """One for all rooms that find the same bound reached in a tick: a hostile frame names 65,536 of them."""
@@ -492,11 +456,11 @@ class PrefillCore:
         if key not in pair.answers and len(pair.answers) >= self.bounds.unclaimed:
             self._lose(pair, f"{len(pair.answers)} rooms were refused and not forgotten")
             return
-        writes, last = self._unknown.without_record(pair.ref), self._last_answer
+        writes, last = self._records.unknown.without_record(pair.ref), self._last_answer
         if last is None or last[0] is not failure or last[1] is not writes:
             last = self._last_answer = failure, writes  # shared: a frame may get 65,536 of them
         pair.answers[key] = last
-        self._pending.add(pair, key)
+        self._records.pending.add(pair, key)
 
     def _answer_bound(self, pair: PrefillPair, key: RoomKey) -> None:
         """It is told no name: whoever guesses at rooms learns nothing of them."""
@@ -504,139 +468,16 @@ class PrefillCore:
 
     def _take_back(self, key: RoomKey, decode: str) -> None:
         """Drops what decodes of other engines said of the room before its sender came (10, ownership)."""
-        for room in [each for each in (self.rooms.get(key), *self._later(key)) if each is not None]:
+        for room in [each for each in (self.rooms.get(key), *self._records.later(key)) if each is not None]:
             if room.engine not in ("", decode):
                 owner = room.owner
-                self._drop(room)
+                self._records.drop(room)
                 if owner is not None and not owner.lost:
                     self._answer_bound(owner, room.key)
 
     # A sender that several decode ranks are owed (9, fan-in; 10, ownership).
 
-    def _expect_places(self, key: RoomKey, places: int) -> None:
-        """Decode says by its layout how many of its ranks name the room."""
-        if key in self._owners.places:
-            return
-        self._owners.places[key] = places
-        sender = self.rooms.get(key)
-        if sender is not None and sender.claimed and sender.handle is not None:
-            self._spread(sender, FanOut(sender.handle, places))
-
-    def _spread(self, sender: PrefillRoom, fan_out: FanOut) -> None:
-        """Makes the sender's chunks those of every place, and its handle that of all."""
-        keys = [sender.key.at(place) for place in range(len(fan_out.places))]
-        rooms = tuple(self.rooms.get(key) or self._make(key) for key in keys)
-        for room in rooms:
-            room.join(rooms, sender)
-        for room, handle in zip(rooms, fan_out.places, strict=True):
-            self._claim(room, handle)
-        failed = next((room.failure for room in rooms if room.failure is not None), None)
-        if failed is not None:
-            self._fail_siblings(sender, failed)
-
-    def _fail_siblings(self, room: PrefillRoom, failure: Failure) -> None:
-        """The room itself is one of them. In one loop: they may be as many as recursion is deep."""
-        for other in room.siblings:
-            self._fail_alone(other, failure)
-
     # Rooms.
-
-    def _claim(self, room: PrefillRoom, handle: Handle) -> None:
-        if room.ended:
-            room.claim(handle)
-            self._owners.wait_no_more(room)
-            if room.forgotten:
-                self._drop(room)
-            return
-        self._owners.wait_no_more(room)
-        self._due.set(room, self.now + self.timing.room_deadline)
-        self._book_change(room, room.claim(handle))
-        if room.announce():
-            self._tell(room)
-        if room.destination is not None:
-            self._due.clear(room)
-        if self.draining:
-            self._refuse(room, failures.draining(self.me))
-
-    def _later(self, key: RoomKey) -> Iterator[PrefillRoom]:
-        """The records of the room for all decode ranks that are owed it but the first."""
-        for place in range(1, self._owners.places.get(key, 1)):
-            room = self.rooms.get(key.at(place))
-            if room is not None:
-                yield room
-
-    def _make(self, key: RoomKey) -> PrefillRoom:
-        room = self.rooms[key] = PrefillRoom(key, self.me, self.now)
-        self.open_rooms += 1
-        return room
-
-    def _book_change(self, room: PrefillRoom, submissions: Sequence[Submission] = ()) -> None:
-        """What follows from what an open room did, for the rank and for the siblings of one that failed."""
-        self._book_work(room, submissions)
-        if room.ended and room.failure is not None:
-            self._fail_siblings(room, room.failure)
-
-    def _book_work(self, room: PrefillRoom, submissions: Sequence[Submission] = ()) -> None:
-        """For the rank: writes to start, progress to tell, its end."""
-        if submissions:
-            self._work.submissions += submissions
-            self.open_writes += len(submissions)
-            if self._read is not None:
-                self._check_read(self._read, room, submissions)
-        if room.progress:
-            self._moving[room.key] = room
-        if room.ended:
-            self.open_rooms -= 1
-            if self._owners.places:
-                self._book_end(room)
-            else:
-                room.noted = True
-                self._work.ended.append(room)
-            self._due.clear(room)
-            if room.open_writes:
-                self._work.stops.append(room)
-            else:
-                self._remember_ended(room)
-            self._tell(room)
-
-    def _check_read(self, read: ReadPages, room: PrefillRoom, submissions: Sequence[Submission]) -> None:
-        """A room that fails here starts none of them (``_reject_ended``)."""
-        first = None if room.destination is None else room.chunks.first_wanted(room.destination)
-        if first is None:
-            return
-        for submission in submissions:
-            error = read.take(room.key, submission.source, first + submission.start)
-            if error is not None:
-                room.refuse(error)
-                return
-
-    def _book_end(self, room: PrefillRoom) -> None:
-        """For people a room that several decode ranks are owed ends once, when it has ended for all of them."""
-        siblings = room.siblings
-        if len(siblings) == 1:
-            if not room.key.place:
-                room.noted = True
-                self._work.ended.append(room)
-        elif all(each.ended for each in siblings) and not any(each.noted for each in siblings):
-            ended = next((each for each in siblings if each.failure is not None), siblings[0])
-            ended.noted = True
-            self._work.ended.append(ended)
-
-    def _refuse(self, room: PrefillRoom, error: KvGrpcError) -> None:
-        self._fail(room, self._failure(error))
-
-    def _fail(self, room: PrefillRoom, failure: Failure) -> None:
-        if not room.ended:
-            self._fail_siblings(room, failure)
-
-    def _fail_alone(self, room: PrefillRoom, failure: Failure) -> None:
-        if room.ended:
-            return
-        if not room.claimed and room.owner is not None:
-            # 11, memory of the ended: an older record of the room may have expired.
-            room.worst = min(room.worst, self._unknown.without_record(room.owner.ref))
-        room.fail(failure)
-        self._book_work(room)
 
     def _reject_ended(self, work: PrefillWork) -> None:
         """A write that the plane did not start yet never does once its room has ended (7, writes)."""
@@ -646,92 +487,25 @@ class PrefillCore:
             for submission in ended:
                 self.on_outcome(submission, Outcome.REJECTED)
 
-    def _tell(self, room: PrefillRoom) -> None:
-        if room.owner is not None and not room.forgotten:
-            self._pending.add(room.owner, room.key)
-
-    def _tell_progress(self) -> None:
-        """Once a tick is enough: decode needs the end, and most rooms reach it sooner."""
-        moving, self._moving = self._moving, {}
-        for room in moving.values():
-            room.progress = False
-            if not room.ended:
-                self._tell(room)
-
-    def _run_out(self, room: PrefillRoom) -> None:
-        """No local sender, or no decode, came in time (6, ending; 11, memory of the ended)."""
-        waited = self.timing.milliseconds(self.now - room.created_at)
-        if room.claimed:
-            self._refuse(room, failures.out_of_time(room.key, room.state.name, waited, "prefill"))
-        else:
-            self._refuse(room, failures.nobody_came(room.key, waited))
-
-    def _fail_unnamed(self) -> None:
-        """Nobody named them since a decode was lost (6, ending)."""
-        for key, lost in self._unnamed.take_over(self.now):
-            room = self.find(key)
-            if room is not None:
-                waited = self.timing.milliseconds(self.timing.unnamed_after_loss)
-                self._refuse(room, failures.nobody_named(key, lost, waited))
-
-    def _remember_ended(self, room: PrefillRoom) -> None:
-        """Its last change: from now on the record has its time (11, memory of the ended)."""
-        self._ended.keep(room.key, self.now)
-        if self._read is not None and room.writes is not WRITES_UNKNOWN:
-            self._read.give_back(room.key)
-
-    def _expire(self, room: PrefillRoom, aged: bool) -> PrefillPair | None:
-        """An ended record is remembered no more, but not before its decode forgot it: a WRITE may be on its way on the
-        same stream, said before decode heard the end, and would open the room once more (11, memory of the ended).
-
-        The pair that did not forget it in time, and therefore loses its stream.
-        """
-        owner, unknown = room.owner, room.writes is WRITES_UNKNOWN
-        remembered = owner is not None and owner.up and not room.forgotten
-        if remembered and (unknown or not aged or (owner is not None and owner.silent)):  # who is held cannot forget
-            self._remember_ended(room)
-            return None
-        if owner is not None and unknown:
-            self._unknown.add(owner.ref)
-        self._drop(room)
-        return owner if remembered else None
-
-    def _drop(self, room: PrefillRoom) -> None:
-        del self.rooms[room.key]
-        self.open_rooms -= not room.ended
-        if room.failure is not None and (not room.key.place or room.siblings[0].failure is None):
-            self._work.failed.append(room)
-        if self._owners.places or self._owners.named:
-            self._owners.forget(room.key)
-        self._ended.drop(room.key)
-        self._due.clear(room)
-        if room.owner is None:
-            self._unnamed.drop(room.key)
-        self._owners.wait_no_more(room)
-        if room.owner is not None:
-            room.owner.rooms.pop(room.key, None)
-            room.owner.forgotten -= room.forgotten
-            room.owner.pending_rooms.pop(room.key, None)
-
     # Pairs.
 
     def _lose(self, pair: PrefillPair, how: str) -> None:
         """The pair is given up: its rooms fail, and no further write for them starts (3, break and loss)."""
         if not pair.lost:
-            self._work.lost.append(LostPair(pair.ref, how, pair.open_rooms))
+            self._records.work.lost.append(LostPair(pair.ref, how, pair.open_rooms))
             # Now, not with its last record: what is mapped of a process that died is memory that nobody else gets.
-            self._work.gone.append(pair)
+            self._records.work.gone.append(pair)
         pair.lost = True
-        self._unnamed.note_lost(pair.ref.rank, self.now)
+        self._records.unnamed.note_lost(pair.ref.rank, self.now)
         self._end_stream(pair)
         failure = self._failure(failures.peer_lost(pair.ref, f"decode {pair.ref}", how))
         for key in list(pair.rooms):
-            self._fail(self.rooms[key], failure)
+            self._records.fail(self.rooms[key], failure)
 
     def _end_stream(self, pair: PrefillPair) -> None:
         stream = pair.end_stream(self.now, self.timing)
         if stream is not None:
-            self._work.closes.append(stream)
+            self._records.work.closes.append(stream)
 
     def _failure(self, error: KvGrpcError) -> Failure:
         return Failure.of(error, str(self.me))
