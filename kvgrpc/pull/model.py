@@ -68,7 +68,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The holder that has most of a prompt: so many leading ``pages``. ``name``: by which this holder alone knows the prompt.
+    """The holder that has most of a prompt: so many leading ``pages``. ``name``: by which this holder alone knows it.
     ``others``: the same of each of the holder's ``others``; ``pages`` are those that all of them have."""
 
     holder: Holder
