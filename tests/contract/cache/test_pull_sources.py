@@ -237,9 +237,9 @@ def test_whoever_starts_a_prefetch_may_name_the_engines(fleet: PullFleet, monkey
     of_one, of_other = asked_of(one, other, monkeypatch=monkeypatch)
     pages = prefetch_service_pb2.PromptPages(page_hashes=[bytes.fromhex(each) for each in hashes])
     with SyncClient(taker.address) as client:
-        started = client.start_prefetch(pages, engines=["other"])
-        *_, last = client.watch_operations([started.operation_id])
-        (operation,) = last.operations or [started]
+        operation = client.start_prefetch(pages, engines=["other"])
+        for message in client.watch_operations([operation.operation_id]):
+            operation = next(iter(message.operations), operation)
     assert operation.completed_pages == 4 and not of_one and of_other
 
 
