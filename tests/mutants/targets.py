@@ -81,11 +81,16 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "rpc": (
         "rpc/*.py rpc/credentials/*.py rpc/interceptors/*.py",
-        ("unit/rpc", "contract/test_security.py", "contract/test_tls.py", "contract/test_callers.py"),
+        ("unit/rpc", "contract/rpc/test_security.py", "contract/rpc/test_tls.py", "contract/rpc/test_callers.py"),
     ),
     "server": (
         "server/*.py server/*/*.py",
-        ("unit/server", "contract/test_open_rank.py", "contract/test_status.py", "contract/test_lifecycle.py"),
+        (
+            "unit/server",
+            "contract/server/test_open_rank.py",
+            "contract/server/test_status.py",
+            "contract/server/test_lifecycle.py",
+        ),
     ),
     "store": ("registry/store/*.py", ("unit/registry",)),
     "storage": (

@@ -28,7 +28,7 @@ from tests.support.waiting import wait_until
 
 HALF, STUCK = 2**63 - 25, 4242
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DOCUMENTS = ("README.md", "docs/operations.md", "docs/watch.md", "docs/engines/sglang.md")
 
 

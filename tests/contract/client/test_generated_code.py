@@ -13,7 +13,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-FILES = sorted(path.stem for path in (Path(__file__).parents[2] / "protos" / "kvgrpc" / "v1").glob("*.proto"))
+FILES = sorted(path.stem for path in (Path(__file__).parents[3] / "protos" / "kvgrpc" / "v1").glob("*.proto"))
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -49,7 +49,7 @@ from tests.support.secured import (
 from tests.support.serving import failure, once
 from tests.support.waiting import until
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class TestRolesAndMethods:

@@ -22,7 +22,7 @@ from tests.support.secrets import proof, tokens_of
 from tests.support.secured import call, listening, refusal
 from tests.support.serving import failure
 
-PAGE = Path(__file__).parents[2] / "docs" / "roles.md"
+PAGE = Path(__file__).parents[3] / "docs" / "roles.md"
 ROLES = tuple(CallerRole)
 TOKENS = tokens_of("\n".join(f"{role.value}:{role.value}" for role in ROLES))
 
