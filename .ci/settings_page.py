@@ -20,7 +20,7 @@ from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.server.config import KINDS, SECURITY, RankConfig
 from kvgrpc.settings import PREFIX, OtherVariables
-from kvgrpc.transfer.protocol.types import Bounds, Timing
+from kvgrpc.transfer.protocol.types import Bounds, Ticks, Timing
 
 HEAD = """\
 # Settings
@@ -92,7 +92,8 @@ def _default(owner: type, field: str) -> str:
         return f"`{text_of(value)}`"
     if isinstance(value, bool):
         return str(value).lower()
-    return f"`{value}`" if isinstance(value, (str, int, float)) and value != "" else ""
+    shown = f"`{value}`" if isinstance(value, (str, int, float)) and value != "" else ""
+    return f"{shown} ({value * Timing().tick_seconds:g} s)" if kinds_of(owner)[field] is Ticks else shown
 
 
 def _cell(text: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Final, NamedTuple
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kvgrpc.errors import Failure, KvGrpcError
 from kvgrpc.fields import Count, bounded
@@ -225,6 +225,9 @@ class SessionState(enum.IntEnum):
     SILENT = 6
 
 
+Ticks = Annotated[int, Meta(ge=1, extra={"unit": "ticks"})]
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """All times of a session. Ticks, of ``tick_seconds`` each, are counted by the owner's loop while it runs: a process
@@ -232,37 +235,37 @@ class Timing:
 
     tick_seconds: Annotated[float, bounded(least=0.001, most=10.0, unit="seconds")] = 0.1
     """Length of a tick, in seconds. All others are whole numbers of ticks."""
-    heartbeat: Count = 3
+    heartbeat: Ticks = 3
     """Something is said at least this often while a room of the pair is open; a third as often while none is."""
-    ping_interval: Count = 10
+    ping_interval: Ticks = 10
     """After so long without a byte gRPC pings a connection: its C++ threads do, on either side, also while the
     interpreter is held, and once a second at most."""
-    ping_timeout: Count = 20
+    ping_timeout: Ticks = 20
     """A ping that was not answered within this ends the connection."""
-    connect_within: Count = 30
+    connect_within: Ticks = 30
     """A first dial gets so long to connect."""
-    welcome_within: Count = 10
+    welcome_within: Ticks = 10
     """After a break the pair is given up unless it is connected again within this."""
-    idle_timeout: Count = 600
+    idle_timeout: Ticks = 600
     """A peer whose connection stands is given up after so long without a word, of Welcome too."""
-    settle: Count = 20
+    settle: Ticks = 20
     """Bytes that were on their way when a writer stopped may land for this long; then its pages come back."""
-    first_backoff: Count = 2
+    first_backoff: Ticks = 2
     """Pause before the second dial; it doubles from dial to dial."""
-    longest_backoff: Count = 50
+    longest_backoff: Ticks = 50
     """The longest pause between two dials of a pair that was given up."""
-    abandon_dial: Count = 10
+    abandon_dial: Ticks = 10
     """A dial that was not answered within this is replaced by another."""
-    room_deadline: Count = 3000
+    room_deadline: Ticks = 3000
     """A receiver may take this long until ``init``, and again from it; a sender to meet its decode."""
-    unclaimed: Count = 3000
+    unclaimed: Ticks = 3000
     """A room that decode named waits this long at most for its local sender."""
-    unnamed_after_loss: Count = 3000
+    unnamed_after_loss: Ticks = 3000
     """After a decode was lost a sender waits this long at most for any decode to name its room; for engines whose
     router asks both sides at once, which SGLang's do (prefill)."""
-    ended_record: Count = 600
+    ended_record: Ticks = 600
     """What ended is remembered this long for a decode that comes back, or a late sender."""
-    probe: Count = 100
+    probe: Ticks = 100
     """Of a decode to which too many writes had an unknown end one room is taken this often (prefill)."""
 
     @property
