@@ -31,7 +31,7 @@ of_integration = $(patsubst %,tests/integration/test_%.py,$(1))
 hostile := tests/contract/hostile
 outages := $(call of_integration,liveness handoff_network events_network events_faults registry_etcd_kills)
 browser := $(call of_integration,view_browser)
-languages := $(call of_integration,client_readmes generated_examples go_client grpcurl index_programs native_index prefetch_clients rust_client typescript)
+languages := $(call of_integration,client_readmes generated_examples go_client grpcurl index_programs native_index native_index_of_python prefetch_clients rust_client typescript)
 demo := $(call of_integration,demo demo_model demo_services examples)
 tools := $(call of_integration,benchmarks soak)
 # Of integration, where no bound in time is close: the cache, its storage and data planes, pulls, ranks of unequal sizes.

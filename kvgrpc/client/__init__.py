@@ -1,7 +1,8 @@
 """The Python client of every kvgrpc service, for operators, consumers and tests. Needs neither torch nor Mooncake.
 
 ``Client`` is asynchronous, ``SyncClient`` has the same methods for plain code. ``EventFollower`` keeps the exact
-contents of one cache, ``PrefixIndex`` those of many; ``Indexes`` asks several index servers, of which any may be away.
+contents of one cache, ``PrefixIndex`` those of many, ``NativePrefixIndex`` in a process beside this one; ``Indexes``
+asks several index servers, of which any may be away.
 ``SyncEventFollower``, ``SyncPrefixIndex`` and ``SyncIndexes`` are the same for plain code. Errors are those of
 ``kvgrpc.errors``.
 """
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         vllm_hashes,
     )
     from kvgrpc.client.following.sync_follower import SyncEventFollower, SyncPrefixIndex
+    from kvgrpc.client.native_index import NativePrefixIndex
 
 __all__ = [
     "Begin",
@@ -41,6 +43,7 @@ __all__ = [
     "EventFollower",
     "Heartbeat",
     "Indexes",
+    "NativePrefixIndex",
     "Payloads",
     "PlanQuestion",
     "PrefixIndex",
@@ -61,6 +64,7 @@ __all__ = [
 
 _LOADED_WHEN_NAMED = {
     "EventFollower": "following.follower",
+    "NativePrefixIndex": "native_index",
     "PlanQuestion": "following.prefix_index",
     "PrefixIndex": "following.prefix_index",
     "Question": "following.prefix_index",

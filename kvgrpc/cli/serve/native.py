@@ -5,19 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from kvgrpc.client.native_index import PROGRAM, native_index_program
+
 if TYPE_CHECKING:
     from kvgrpc.rpc.interceptors import CallLimits
     from kvgrpc.rpc.security import ServerSecurity
-
-PROGRAM = "kvgrpc-index"
 
 
 def become_native(
@@ -38,7 +35,7 @@ def become_native(
     asked = [option for option, value in lacking.items() if value]
     if asked:
         raise click.UsageError(f"the native index has no {', '.join(asked)}: leave it out, or leave out --native")
-    program = shutil.which(PROGRAM, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    program = native_index_program()
     if program is None:
         raise click.UsageError(f"{PROGRAM} is not installed: `make native` builds it where there is cargo")
     named = {

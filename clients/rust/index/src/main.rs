@@ -95,6 +95,9 @@ struct Arguments {
     /// HOST:PORT of /metrics, /livez and /readyz, over plain HTTP and without names.
     #[arg(long, env = "KVGRPC_METRICS_LISTEN")]
     metrics_listen: Option<String>,
+    /// End when standard input does: whoever started it is gone.
+    #[arg(long)]
+    until_eof: bool,
     /// Plaintext on an address that others reach, and tokens in it, are meant.
     #[arg(long, env = "KVGRPC_INSECURE")]
     insecure: bool,
@@ -152,7 +155,7 @@ async fn serve(arguments: Arguments) -> Result<(), String> {
         .add_service(reflection().build_v1().map_err(|error| error.to_string())?)
         .add_service(reflection().build_v1alpha().map_err(|error| error.to_string())?);
     // Whoever reads where it listens may end it at once.
-    let stopped = stopped().map_err(|error| error.to_string())?;
+    let stopped = stopped(arguments.until_eof).map_err(|error| error.to_string())?;
     println!("kvgrpc index listens on {bound}");
     let until_signal = async {
         stopped.await;
@@ -248,13 +251,24 @@ fn read(path: &str) -> Result<String, String> {
     std::fs::read_to_string(path).map_err(|error| format!("{path}: {error}"))
 }
 
-/// SIGTERM or Ctrl-C, from now on.
-fn stopped() -> std::io::Result<impl Future<Output = ()>> {
+/// SIGTERM or Ctrl-C, from now on; the end of standard input too where that is meant.
+fn stopped(until_eof: bool) -> std::io::Result<impl Future<Output = ()>> {
     let (mut term, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     Ok(async move {
         tokio::select! {
             _ = term.recv() => {}
             _ = interrupt.recv() => {}
+            () = end_of_input(), if until_eof => {}
         }
     })
+}
+
+/// On a thread of its own: tokio's would keep the process from ending while it reads.
+async fn end_of_input() {
+    let (tell, told) = tokio::sync::oneshot::channel::<()>();
+    std::thread::spawn(move || {
+        let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+        drop(tell);
+    });
+    let _ = told.await;
 }
