@@ -19,6 +19,7 @@ from kvgrpc.net import check_target
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import ClientSecurity
+from kvgrpc.rpc.within import within
 
 PROGRAM = "kvgrpc-index"
 START_SECONDS, END_SECONDS = 20.0, 10.0
@@ -30,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 def native_index_program() -> str | None:
-    """Where ``kvgrpc-index`` is installed, beside this interpreter or on the path; None: nowhere."""
+    """Finds ``kvgrpc-index`` beside this interpreter or on the path; None: it is not installed."""
     return shutil.which(PROGRAM, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 
 
@@ -84,7 +85,7 @@ class NativePrefixIndex:
 
     @property
     def address(self) -> str:
-        """Where it is asked, once it was started."""
+        """The socket at which it is asked, once it was started."""
         return f"unix:{self._folder}/socket"
 
     @property
@@ -158,15 +159,17 @@ class NativePrefixIndex:
         )
         assert process.stdout is not None
         try:
-            line = await asyncio.wait_for(process.stdout.readline(), START_SECONDS)
+            line = await within(START_SECONDS, process.stdout.readline())
         except BaseException as error:
             await _kill(process)
             if isinstance(error, asyncio.TimeoutError):
-                raise PeerUnreachable(f"{PROGRAM} does not listen after {START_SECONDS:g} s") from error
+                text = f"{PROGRAM} does not listen after {START_SECONDS:g} s"
+                raise PeerUnreachable(text, metadata={"address": self.address}) from error
             raise
         if not line:
             status = await process.wait()
-            raise PeerUnreachable(f"{PROGRAM} ended with {status} before it listened: its line on stderr says why")
+            text = f"{PROGRAM} ended with {status} before it listened: its line on stderr says why"
+            raise PeerUnreachable(text, metadata={"address": self.address})
         return process
 
     def _credentials(self) -> list[str]:
@@ -186,7 +189,7 @@ async def _end(process: Process) -> None:
     if process.stdin is not None:
         process.stdin.close()
     try:
-        await asyncio.wait_for(process.wait(), END_SECONDS)
+        await within(END_SECONDS, process.wait())
     except asyncio.TimeoutError:
         await _kill(process)
 

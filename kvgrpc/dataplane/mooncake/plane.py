@@ -161,7 +161,8 @@ class MooncakeDataPlane:
     def attach(self, address: bytes) -> Peer:
         """See DataPlane: first contact goes on in the background; without an answer in 3 s submissions are refused.
 
-        So they are where MAX_CONTACTS others do not answer either and this one has no turn within 3 s.
+        So they are where MAX_CONTACTS others do not answer either and this one has no turn within 3 s. Time in which
+        this process was held does not count.
         """
         decoded = _decode(address)
         if decoded.transport != self.transport:
@@ -341,7 +342,7 @@ class MooncakeDataPlane:
             contacted = queue.ready or session in self._contacting or session in self._to_contact
             if contacted or self._closed is not None:
                 return
-            queue.refused, queue.answer_by = "", self._submitter.clock() + ANSWER_SECONDS
+            queue.await_answer(ANSWER_SECONDS, self._submitter.clock())
             self._to_contact[session] = peer
             self._contact_next()
 
@@ -350,7 +351,7 @@ class MooncakeDataPlane:
         while self._to_contact and len(self._contacting) < MAX_CONTACTS and self._closed is None:
             peer = self._to_contact.pop(next(iter(self._to_contact)))
             queue = peer.queue
-            queue.answer_by = self._submitter.clock() + ANSWER_SECONDS
+            queue.await_answer(ANSWER_SECONDS, self._submitter.clock())
             arguments = (self._engine, queue, self._own.ranges[:1], peer.table.ranges[:1])
             thread = threading.Thread(target=self._open, args=arguments, name="kvgrpc-mooncake-contact", daemon=True)
             try:

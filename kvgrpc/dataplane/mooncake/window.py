@@ -57,14 +57,14 @@ class Limits(NamedTuple):
 class PeerQueue:
     """Writes in flight to one peer, shared by all submissions to it.
 
-    ``ready`` after first contact; ``refused``: why there was none; ``answer_by``: when to give up waiting for it.
+    ``ready`` after first contact; ``refused``: why there was none.
     ``unsent(since)``: whether connections that the engine had closed by then, as it does with that of a failed write,
     have bytes left.
     """
 
     __slots__ = (
-        *("__weakref__", "active", "answer_by", "bytes_in_flight", "in_flight", "limit", "limits", "ready"),
-        *("refused", "session", "unsent"),
+        *("__weakref__", "_looked_at", "_seconds_left", "active", "bytes_in_flight", "in_flight", "limit", "limits"),
+        *("ready", "refused", "session", "unsent"),
     )
 
     def __init__(self, session: str, limits: Limits, unsent: Callable[[float], bool] = lambda since: False) -> None:
@@ -72,12 +72,23 @@ class PeerQueue:
         self.unsent = unsent
         self.limits = limits
         self.limit = limits.writes
-        self.answer_by = 0.0
+        self._seconds_left = self._looked_at = 0.0
         self.ready = False
         self.refused = ""
         self.in_flight = 0
         self.bytes_in_flight = 0
         self.active = 0
+
+    def await_answer(self, seconds: float, now: float) -> None:
+        """First contact has so long from now on, as ``is_overdue`` counts."""
+        self._seconds_left, self._looked_at, self.refused = seconds, now, ""
+
+    def is_overdue(self, now: float) -> bool:
+        """True once first contact had its time. Of a pause between two looks little counts: an engine that held the
+        interpreter kept our own thread from taking the answer."""
+        self._seconds_left -= min(now - self._looked_at, _LONGEST_TICK)
+        self._looked_at = now
+        return self._seconds_left < 0
 
     def allowance(self, own: int) -> int:
         """Returns how many writes a submission with ``own`` in flight may start now: its fair share, as far as that is
@@ -292,7 +303,7 @@ class WindowTransfer:
         queue = self._queue
         if self._stopped:
             return "stopped"
-        if not queue.ready and not queue.refused and self._owner.clock() > queue.answer_by:
+        if not queue.ready and not queue.refused and queue.is_overdue(self._owner.clock()):
             return f"{queue.session} did not answer"
         return queue.refused
 

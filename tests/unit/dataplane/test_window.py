@@ -176,7 +176,7 @@ def test_our_own_sleep_makes_nothing_overdue() -> None:
 def test_waiting_for_a_turn_makes_nothing_overdue() -> None:
     setup = Setup(FakeEngine(lambda n: 1))
     setup.queue.ready = False
-    setup.queue.answer_by = 1e9
+    setup.queue.await_answer(1e9, setup.clock.now)
     transfer = setup.submit(10)
     for _ in range(100):
         setup.clock.now += 1
@@ -217,12 +217,26 @@ def test_stopped_when_all_was_sent_is_still_done() -> None:
 def test_a_peer_that_does_not_answer_in_time_was_sent_nothing() -> None:
     setup = Setup(FakeEngine())
     setup.queue.ready = False
-    setup.queue.answer_by = setup.clock.now + 3
+    setup.queue.await_answer(3, setup.clock.now)
+    transfer = setup.submit(10)
+    for _ in range(3):
+        setup.clock.now += 1
+        assert transfer.poll() is None
+    setup.clock.now += 1
+    assert run(transfer, 1) == Result(Outcome.REJECTED, "127.0.0.1:15000 did not answer")
+
+
+def test_an_interpreter_that_was_held_during_first_contact_fails_no_write() -> None:
+    """A real vLLM compiled for three seconds with its first request under way, and the answer lay there unread."""
+    setup = Setup(FakeEngine())
+    setup.queue.ready = False
+    setup.queue.await_answer(3, setup.clock.now)
     transfer = setup.submit(10)
     assert transfer.poll() is None
-    setup.clock.now += 4
-    result = run(transfer, 1)
-    assert result == Result(Outcome.REJECTED, "127.0.0.1:15000 did not answer")
+    setup.clock.now += 10
+    assert transfer.poll() is None
+    setup.queue.ready = True
+    assert run(transfer).outcome is Outcome.DONE
 
 
 def test_what_is_in_flight_to_one_peer_is_bounded_and_shared() -> None:
