@@ -10,7 +10,7 @@ import grpc
 
 from kvgrpc.model import RankRef
 from kvgrpc.prefetch.model import OperationKind
-from kvgrpc.pull.model import PullConfig
+from kvgrpc.pull.model import Holder, PullConfig
 from kvgrpc.pull.wire import identity_to_pb
 from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import pull_service_pb2 as pb
@@ -46,7 +46,7 @@ class PullFleet:
     def pair(self) -> tuple[CacheRank, CacheRank]:
         """A holder, and a taker that knows it."""
         holder, taker = self.open("holder"), self.open("taker")
-        wait_until(lambda: bool(peer_of(taker)._holders.candidates()))
+        wait_until(lambda: bool(candidates_of(taker)))
         return holder, taker
 
     def close(self) -> None:
@@ -57,6 +57,11 @@ class PullFleet:
 
 def peer_of(rank: CacheRank) -> Any:
     return rank.rank._parts.cache_peer
+
+
+def candidates_of(taker: CacheRank) -> list[Holder]:
+    """The holders that this taker would ask."""
+    return list(peer_of(taker)._holders.candidates())
 
 
 def lend(holder: CacheRank, hashes: list[str], taker: RankRef, name: str = "") -> int:

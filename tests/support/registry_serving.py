@@ -62,6 +62,11 @@ class Served:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for an engine to change."""
+        return self.servicer._waiters.count
+
     async def stop(self, grace: float = 0.0) -> None:
         await self.channel.close()
         await self.servicer.close()

@@ -23,7 +23,7 @@ from kvgrpc.v1 import pull_service_pb2 as pb
 from kvgrpc.v1.pull_service_pb2_grpc import PullServiceStub
 from kvgrpc.wire import rank_ref_to_pb
 from tests.support.cache_serving import LIMITS, SHAPE, CacheRank, hashes_of, prompt
-from tests.support.pull_fleet import PullFleet, nothing_is_lent, peer_of, pulled
+from tests.support.pull_fleet import PullFleet, candidates_of, nothing_is_lent, peer_of, pulled
 from tests.support.waiting import wait_until
 
 
@@ -47,7 +47,7 @@ def test_a_pull_waits_for_a_hand_off_that_is_being_written(fleet: PullFleet, mon
     holder, taker = (
         fleet.open(name, pull=patient, limits=replace(LIMITS, storage_timeout=60.0)) for name in ("holder", "taker")
     )
-    wait_until(lambda: bool(peer_of(taker)._holders.candidates()))
+    wait_until(lambda: bool(candidates_of(taker)))
     hashes = hashes_of(prompt(4))
     holder.fill(hashes)
     looks, writes = list[bool](), [True]
@@ -127,7 +127,7 @@ def test_a_lookup_counts_the_pages_of_others_behind_those_that_are_here(fleet: P
 def test_what_the_holder_lacks_comes_from_storage(fleet: PullFleet, tmp_path: Path) -> None:
     holder = fleet.open("holder")
     taker = fleet.open("taker", "file")
-    wait_until(lambda: bool(peer_of(taker)._holders.candidates()))
+    wait_until(lambda: bool(candidates_of(taker)))
     hashes = hashes_of(prompt(12))
     taker.store(hashes)
     holder.fill(hashes[:7])
@@ -165,7 +165,7 @@ def test_engines_of_another_model_are_not_asked(fleet: PullFleet) -> None:
     taker = fleet.open("taker")
     hashes = hashes_of(prompt(8))
     holder.fill(hashes)
-    wait_until(lambda: bool(peer_of(taker)._holders.candidates()))
+    wait_until(lambda: bool(candidates_of(taker)))
     assert pulled(taker, hashes).state is OperationState.DECLINED
     assert peer_of(taker).book.rows() == []
 
@@ -250,7 +250,7 @@ def test_an_engine_of_another_tensor_parallel_size_is_refused_with_that_field_an
     )
     two = fleet.open("two", layout=Layout(tp=2), shape=half)
     wait_until(lambda: "pages of two are not taken: INVALID_REQUEST: identity.tp_size" in caplog.text, 10.0)
-    assert not peer_of(taker)._holders.candidates() and not peer_of(two)._holders.candidates()
+    assert not candidates_of(taker) and not candidates_of(two)
     request = pb.CountPagesRequest(identity=identity_to_pb(two.manager.keys.identity), page_hashes=[bytes(32)])
     with grpc.insecure_channel(taker.address) as channel, pytest.raises(grpc.RpcError) as error:
         PullServiceStub(channel).CountPages(request, timeout=10.0)

@@ -16,7 +16,7 @@ from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
 from kvgrpc.pull.common import CommonPages
 from kvgrpc.server.cache import lent
 from tests.support.cache_serving import CacheRank, hashes_of, prompt
-from tests.support.pull_fleet import PullFleet, nothing_is_lent, peer_of, pulled
+from tests.support.pull_fleet import PullFleet, candidates_of, nothing_is_lent, peer_of, pulled
 from tests.support.waiting import wait_until
 
 ONE_PIECE, TOKENS_FIRST = HostLayout.PAGE_FIRST_DIRECT, HostLayout.PAGE_FIRST
@@ -25,7 +25,7 @@ LAYERS, TOKENS, HEADS, HEAD_BYTES = 3, 4, 2, 16
 
 def pair(fleet: PullFleet, holder: HostLayout, taker: HostLayout, **of_holder: Any) -> tuple[CacheRank, CacheRank]:
     found = fleet.open("holder", host_layout=holder, **of_holder), fleet.open("taker", host_layout=taker)
-    wait_until(lambda: bool(peer_of(found[1])._holders.candidates()), 10.0)
+    wait_until(lambda: bool(candidates_of(found[1])), 10.0)
     return found
 
 

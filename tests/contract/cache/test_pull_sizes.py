@@ -20,7 +20,7 @@ from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
 from kvgrpc.pull.model import PullConfig
 from kvgrpc.rpc.loop import LoopThread
 from tests.support.cache_serving import LIMITS, REPLICATED, CacheRank, bytes_of, hashes_of, prompt
-from tests.support.pull_fleet import PullFleet, lend, nothing_is_lent, peer_of
+from tests.support.pull_fleet import PullFleet, candidates_of, lend, nothing_is_lent, peer_of
 from tests.support.waiting import wait_until
 
 HEADS, PAGE_TOKENS, LAYERS = 4, 4, 3
@@ -104,7 +104,7 @@ class Engines(PullFleet):
 
     def pair(self, holders: int, takers: int, **changes: Any) -> tuple[Engine, Engine]:  # type: ignore[override]
         holder, taker = self.engine("holder", holders, **changes), self.engine("taker", takers, **changes)
-        wait_until(lambda: all(peer_of(rank)._holders.candidates() for rank in taker.ranks))
+        wait_until(lambda: all(candidates_of(rank) for rank in taker.ranks))
         return holder, taker
 
 
@@ -152,7 +152,7 @@ def test_pages_of_another_size_and_another_order_arrive_in_ours(engines: Engines
     """More of them than may be lent at a time."""
     holder = engines.engine("holder", holders, host_layout=HostLayout.PAGE_FIRST)
     taker = engines.engine("taker", takers, host_layout=ONE_PIECE)
-    wait_until(lambda: all(peer_of(rank)._holders.candidates() for rank in taker.ranks))
+    wait_until(lambda: all(candidates_of(rank) for rank in taker.ranks))
     hashes = hashes_of(prompt(12))
     holder.fill(hashes)
     assert taker.pull(hashes) == (OperationState.DONE, 12)
@@ -251,7 +251,7 @@ def test_an_engine_whose_heads_nobody_told_is_not_asked(engines: Engines, caplog
     engines.engine("two", 2, shape=shapes[1])
     taker = engines.engine("one", 1, shape=shapes[0])
     wait_until(lambda: "pages of two are not taken: INVALID_REQUEST: identity.tp_size" in caplog.text, 10.0)
-    assert not peer_of(taker.leader)._holders.candidates()
+    assert not candidates_of(taker.leader)
 
 
 def test_heads_that_are_not_the_share_of_their_rank_are_refused(engines: Engines) -> None:

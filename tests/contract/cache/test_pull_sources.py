@@ -22,7 +22,7 @@ from kvgrpc.server import IndexServer
 from kvgrpc.server.cache import peer as cache_peer
 from kvgrpc.v1 import prefetch_service_pb2
 from tests.support.cache_serving import SHAPE, CacheRank, bytes_of, hashes_of, prompt
-from tests.support.pull_fleet import PULL, PullFleet, peer_of, pulled
+from tests.support.pull_fleet import PULL, PullFleet, candidates_of, peer_of, pulled
 from tests.support.waiting import wait_until
 
 EVENTS = {"publisher": "null"}
@@ -100,7 +100,7 @@ def test_what_one_holder_does_not_bring_comes_from_the_next_one(
 ) -> None:
     """The first says that it has all, and lends nothing."""
     liar, honest, taker = fleet.open("liar"), fleet.open("honest"), fleet.open("taker")
-    wait_until(lambda: len(peer_of(taker)._holders.candidates()) == 2)
+    wait_until(lambda: len(candidates_of(taker)) == 2)
     hashes = hashes_of(prompt(6))
     liar.fill(hashes)
     honest.fill(hashes[:5])
@@ -116,7 +116,7 @@ def test_a_holder_that_does_not_answer_is_not_asked_for_each_prompt(
     monkeypatch.setattr(silent, "FIRST_SECONDS", LONGEST_SECONDS)  # longer than a busy machine takes for five prompts
     holder = fleet.open("holder")
     taker = fleet.open("taker", pull=PullConfig(staging_pages=16, answer_timeout=0.3))
-    wait_until(lambda: bool(peer_of(taker)._holders.candidates()))
+    wait_until(lambda: bool(candidates_of(taker)))
     asked = never_answers(holder, monkeypatch)
     for first in range(1, 6):
         assert pulled(taker, hashes_of(prompt(4, first))).state is OperationState.DECLINED
@@ -184,7 +184,7 @@ def knows_through(index: IndexServer, fleet: PullFleet, hashes: list[str]) -> tu
     """One that has the prompt and one that has not, both told by events, and a taker that asks the index."""
     has, lacks = fleet.open("has", events=EVENTS), fleet.open("lacks", events=EVENTS)
     taker = fleet.open("taker", pull=replace(PULL, index=index.address))
-    wait_until(lambda: len(peer_of(taker)._holders.candidates()) == 2)
+    wait_until(lambda: len(candidates_of(taker)) == 2)
     has.fill(hashes)
     with SyncClient(index.address) as client:
         wait_until(lambda: [sum(each.blocks for each in source.blocks) for source in client.list_sources()] == [6, 0])
@@ -214,7 +214,7 @@ def test_a_wrong_index_costs_one_miss(fleet: PullFleet, index: IndexServer, monk
 def test_engines_that_publish_nothing_are_asked_whatever_the_index_says(fleet: PullFleet, index: IndexServer) -> None:
     holder = fleet.open("holder", events=None)
     taker = fleet.open("taker", pull=replace(PULL, index=index.address))
-    wait_until(lambda: bool(peer_of(taker)._holders.candidates()))
+    wait_until(lambda: bool(candidates_of(taker)))
     hashes = hashes_of(prompt(6))
     holder.fill(hashes)
     assert pulled(taker, hashes).completed == 6
@@ -230,7 +230,7 @@ def test_an_index_that_is_gone_leaves_the_registry(fleet: PullFleet, index: Inde
 
 def test_whoever_starts_a_prefetch_may_name_the_engines(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other, taker = fleet.open("one"), fleet.open("other"), fleet.open("taker")
-    wait_until(lambda: len(peer_of(taker)._holders.candidates()) == 2)
+    wait_until(lambda: len(candidates_of(taker)) == 2)
     hashes = hashes_of(prompt(6))
     one.fill(hashes)
     other.fill(hashes[:4])

@@ -19,7 +19,7 @@ from kvgrpc.hashing import sglang_event_hash
 from kvgrpc.server import IndexServer
 from kvgrpc.v1 import index_service_pb2 as pb
 from tests.support.cache_serving import SHAPE, CacheRank, hashes_of, prompt
-from tests.support.pull_fleet import PATIENT, PullFleet, peer_of, pulled
+from tests.support.pull_fleet import PATIENT, PullFleet, candidates_of, pulled
 from tests.support.waiting import wait_until
 
 HASHES = hashes_of(prompt(12))
@@ -46,7 +46,7 @@ def pair(fleet: PullFleet, index: SyncClient) -> tuple[CacheRank, CacheRank]:
     limits = replace(PATIENT, batch_pages=12)  # as few as four at a time say nothing of a rate
     holder = fleet.open("holder", events=EVENTS, limits=limits)
     taker = fleet.open("taker", events=EVENTS, limits=limits)
-    wait_until(lambda: bool(peer_of(taker)._holders.candidates()))
+    wait_until(lambda: bool(candidates_of(taker)))
     # So slow that a pull pays also at the speed that is measured on a busy machine.
     holder.rank.load.say(prefill_tokens_per_second=1.0, waiting_tokens=1_000)
     taker.rank.load.say(prefill_tokens_per_second=1.0)

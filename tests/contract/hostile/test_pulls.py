@@ -24,7 +24,7 @@ from kvgrpc.transfer.protocol.types import KVPoll
 from kvgrpc.v1 import pull_service_pb2 as pb
 from kvgrpc.v1.pull_service_pb2_grpc import PullServiceStub
 from tests.support.cache_serving import CacheRank, hashes_of, prompt
-from tests.support.pull_fleet import PATIENT, ROOM, PullFleet, lend, nothing_is_lent, peer_of, pulled
+from tests.support.pull_fleet import PATIENT, ROOM, PullFleet, candidates_of, lend, nothing_is_lent, peer_of, pulled
 from tests.support.secrets import bearer, proof, tokens_of
 from tests.support.waiting import wait_until
 
@@ -123,7 +123,7 @@ def test_nobody_puts_other_pages_under_a_prompt_that_somebody_else_had_counted(
 def test_a_loop_that_is_late_costs_no_landing_page(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     holder = fleet.open("holder")
     taker = fleet.open("taker", limits=replace(PATIENT, storage_timeout=1.0))
-    wait_until(lambda: bool(peer_of(taker)._holders.candidates()), 10.0)
+    wait_until(lambda: bool(candidates_of(taker)), 10.0)
     hashes = hashes_of(prompt(4))
     holder.fill(hashes)
     asked: list[Any] = []

@@ -309,7 +309,7 @@ class TestResolveRanks:
         for _ in range(10):  # the best of ten: what the machine does besides is not ours
             await served.register(first)
             waiting = served.stub.ResolveRanks(request, timeout=30)
-            await until(lambda: served.servicer._waiters.count == 1)
+            await until(lambda: served.waiting == 1)
             started = time.monotonic()
             await served.register(second)
             response = await waiting
@@ -327,13 +327,13 @@ class TestResolveRanks:
         channels = [dial(served.address) for _ in range(4)]
         stubs = [RegistryServiceStub(channel) for channel in channels]
         waiting = [asyncio.ensure_future(stubs[n % 4].ResolveRanks(request, timeout=30)) for n in range(1_000)]
-        await until(lambda: served.servicer._waiters.count == 1_000)
+        await until(lambda: served.waiting == 1_000)
         started = time.monotonic()
         await served.register(row())
         responses = await asyncio.gather(*waiting)
         assert time.monotonic() - started < 15  # a call that is not woken waits for its deadline, 30 s
         assert all(response.engine.ready for response in responses)
-        assert served.servicer._waiters.count == 0
+        assert served.waiting == 0
         for channel in channels:
             await channel.close()
         await served.stop()
@@ -362,15 +362,15 @@ class TestResolveRanks:
     async def test_a_caller_that_goes_away_waits_no_longer(self, served: Served) -> None:
         request = pb.ResolveRanksRequest(engine="P", role=ROLE_PREFILL, wait_ready=True)
         waiting = served.stub.ResolveRanks(request, timeout=30)
-        await until(lambda: served.servicer._waiters.count == 1)
+        await until(lambda: served.waiting == 1)
         waiting.cancel()
-        await until(lambda: served.servicer._waiters.count == 0)
+        await until(lambda: served.waiting == 0)
 
     async def test_too_many_waiting_calls(self) -> None:
         small = (await Served(max_waiters=1).start()).grown_up()
         request = pb.ResolveRanksRequest(engine="P", role=ROLE_PREFILL, wait_ready=True)
         waiting = small.stub.ResolveRanks(request, timeout=30)
-        await until(lambda: small.servicer._waiters.count == 1)
+        await until(lambda: small.waiting == 1)
         error = await failure(small.stub.ResolveRanks(request, timeout=30))
         assert isinstance(error, TooManyRequests)
         assert error.retry_after == 1.0
@@ -402,6 +402,6 @@ class TestResolveRanks:
     async def test_a_drain_ends_waiting_calls(self, served: Served) -> None:
         request = pb.ResolveRanksRequest(engine="P", role=ROLE_PREFILL, wait_ready=True)
         waiting = served.stub.ResolveRanks(request, timeout=30)
-        await until(lambda: served.servicer._waiters.count == 1)
+        await until(lambda: served.waiting == 1)
         served.servicer.drain()
         assert isinstance(await failure(waiting), ServerDraining)

@@ -326,7 +326,7 @@ class TestResolver:
         asked = [
             asyncio.ensure_future(resolver.resolve(served.address, "P", Role.PREFILL, timeout=10)) for _ in range(100)
         ]
-        await until(lambda: served.servicer._waiters.count > 0)
+        await until(lambda: served.waiting > 0)
         await served.register(row())
         assert len(set(await asyncio.gather(*asked))) == 1
         assert resolver._pending == {}
@@ -340,7 +340,7 @@ class TestResolver:
 
     async def test_each_caller_has_its_own_timeout(self, served: Served, resolver: Resolver) -> None:
         patient = asyncio.ensure_future(resolver.resolve(served.address, "P", Role.PREFILL, timeout=30))
-        await until(lambda: served.servicer._waiters.count == 1)
+        await until(lambda: served.waiting == 1)
         started = time.monotonic()
         with pytest.raises(EngineNotFound):
             await resolver.resolve(served.address, "P", Role.PREFILL, timeout=0.3)
@@ -350,7 +350,7 @@ class TestResolver:
 
     async def test_a_later_caller_gets_its_time_too(self, served: Served, resolver: Resolver) -> None:
         hasty = asyncio.ensure_future(resolver.resolve(served.address, "P", Role.PREFILL, timeout=1.5))
-        await until(lambda: served.servicer._waiters.count == 1)
+        await until(lambda: served.waiting == 1)
         patient = asyncio.ensure_future(resolver.resolve(served.address, "P", Role.PREFILL, timeout=10))
         with pytest.raises(EngineNotFound):
             await hasty
@@ -361,14 +361,14 @@ class TestResolver:
         asked = [
             asyncio.ensure_future(resolver.resolve(served.address, "P", Role.PREFILL, timeout=10)) for _ in range(2)
         ]
-        await until(lambda: served.servicer._waiters.count == 1)
+        await until(lambda: served.waiting == 1)
         asked[0].cancel()
         await served.register(row())
         assert (await asked[1]).ready
         lone = asyncio.ensure_future(resolver.resolve(served.address, "Q", Role.PREFILL, timeout=10))
-        await until(lambda: served.servicer._waiters.count == 1)
+        await until(lambda: served.waiting == 1)
         lone.cancel()
-        await until(lambda: served.servicer._waiters.count == 0)
+        await until(lambda: served.waiting == 0)
 
     async def test_warming_up_is_waited_for(self, resolver: Resolver) -> None:
         fresh = await Served(ttl=0.6).start()
@@ -383,7 +383,7 @@ class TestResolver:
     async def test_a_registry_that_restarts_is_asked_again(self, resolver: Resolver) -> None:
         old = await Served().start()
         asking = asyncio.ensure_future(resolver.resolve(old.address, "P", Role.PREFILL, timeout=10))
-        await until(lambda: old.servicer._waiters.count == 1)
+        await until(lambda: old.waiting == 1)
         await old.stop()
         new = await Served().start(old.port)
         await new.register(row())
@@ -440,7 +440,7 @@ class TestResolver:
 
     async def test_close_ends_open_questions(self, served: Served, resolver: Resolver) -> None:
         asking = asyncio.ensure_future(resolver.resolve(served.address, "P", Role.PREFILL, timeout=10))
-        await until(lambda: served.servicer._waiters.count == 1)
+        await until(lambda: served.waiting == 1)
         await resolver.close()
         with pytest.raises(PeerUnreachable):
             await asking

@@ -83,7 +83,7 @@ class TestLimitsOfOneCaller:
             open_channel(served.address, proof("honest")) as honest,
         ):
             waiting = [RegistryServiceStub(greedy).ResolveRanks(request, timeout=30) for _ in range(4)]
-            await until(lambda: served.servicer._waiters.count == 4)
+            await until(lambda: served.waiting == 4)
             error = await failure(RegistryServiceStub(greedy).ResolveRanks(request, timeout=30))
             assert isinstance(error, TooManyRequests) and error.retry_after
             assert error.metadata == {
@@ -93,7 +93,7 @@ class TestLimitsOfOneCaller:
             }
             assert "rank d-*" in error.message
             waiting.append(RegistryServiceStub(honest).ResolveRanks(request, timeout=30))
-            await until(lambda: served.servicer._waiters.count == 5)
+            await until(lambda: served.waiting == 5)
             for call in waiting:
                 call.cancel()
         await served.stop()
