@@ -238,7 +238,7 @@ class InvalidRequest(KvGrpcError):
         )
 
     def inside(self, where: str) -> InvalidRequest:
-        """The same of a field of ``where``, as ``of`` makes it; of ``where`` itself, where no field was named."""
+        """The error of a field of ``where``, as ``of`` makes it; of ``where`` itself, where no field was named."""
         old, rule = self.metadata["field"], self.metadata["rule"]
         field = f"{where}.{old}" if old else where
         metadata = {**self.metadata, "field": field}

@@ -86,12 +86,13 @@ def calls_a_registry(function: Callable[Concatenate[SyncClient, ...], None]) -> 
 
 
 def calls_a_rank(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
-    """The same."""
+    """Gives a command the options of a connection to a rank; else like ``calls_a_registry``."""
     return _with_client(function, "`kvgrpc ranks -s REGISTRY` lists where ranks listen; --server HOST:PORT names one.")
 
 
 def calls_a_cache(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
-    """The same, for a rank that may be named by its engine: the server is a registry then."""
+    """Gives a command the options of a connection to a rank that may be named by its engine: the server is a registry
+    then."""
 
     named = click.option(
         "--engine", "cache_of", default="", help="Ask this engine's cache: --server is a registry then."
@@ -101,14 +102,14 @@ def calls_a_cache(function: Callable[Concatenate[SyncClient, ...], None]) -> Cal
 
 
 def calls_an_index(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
-    """The same."""
+    """Gives a command the options of a connection to an index; else like ``calls_a_registry``."""
     return _with_client(
         function, "`kvgrpc serve index --registry REGISTRY` starts an index; --server HOST:PORT names one."
     )
 
 
 def calls_a_server(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
-    """The same, for what registries and ranks answer alike."""
+    """Gives a command the options of a connection for what registries and ranks answer alike."""
     return _with_client(
         function,
         "`kvgrpc serve registry` starts a registry, `kvgrpc ranks -s REGISTRY` lists where ranks listen; "

@@ -161,7 +161,7 @@ def program() -> str:
 
 
 def grpcurl_commands(result: DemoResult) -> list[str]:
-    """The same for grpcurl."""
+    """Returns the calls of grpcurl that show the same of the servers, by what they show."""
     grpcurl = "grpcurl -plaintext"
     registry = result.addresses["registry"]
     found = [f"{grpcurl} {registry} list", f"{grpcurl} {registry} kvgrpc.v1.RegistryService/ListEngines"]

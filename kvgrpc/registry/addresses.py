@@ -9,7 +9,7 @@ __all__ = ["check_advertised", "check_events_endpoint", "peer_is_local"]
 
 
 def check_events_endpoint(endpoint: str, *, field: str, peer_is_local: bool) -> None:
-    """The same for a ZMQ endpoint: "tcp://host:port", or "ipc://" and "inproc://" from the registry's own host."""
+    """Checks a ZMQ endpoint: "tcp://host:port", or "ipc://" and "inproc://" from the registry's own host."""
     scheme, separator, rest = endpoint.partition("://")
     if not separator or not rest or scheme not in ("tcp", "ipc", "inproc"):
         raise InvalidRequest.of(field, endpoint, "tcp://host:port, ipc://path or inproc://name")

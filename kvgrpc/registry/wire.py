@@ -99,7 +99,7 @@ def row_to_pb(row: RankRow, pools: PoolCache | None) -> pb.RankRow:
 
 
 def row_to_bytes(row: RankRow, pools: PoolCache | None) -> bytes:
-    """The same, encoded. What is large of it, its pools, is copied as bytes: as messages they would be copied region
+    """The row, encoded. What is large of it, its pools, is copied as bytes: as messages they would be copied region
     by region into each message around them."""
     message = pb.RankRow(
         rank=wire.rank_ref_to_pb(row.ref),

@@ -87,7 +87,7 @@ def server_options(largest_request: int, pings: Pings | None = None) -> Options:
 
 
 def with_pings(options: Options, pings: Pings | None) -> Options:
-    """The same with other pings; None: as they are."""
+    """The options with other pings; None: as they are."""
     if pings is None:
         return options
     return _replaced(

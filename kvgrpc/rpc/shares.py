@@ -74,7 +74,7 @@ class Shares:
         return self.take_for(accounts_of_this_call(connections=self._connections), places)
 
     def take_for(self, accounts: tuple[Account, ...], places: int = 1) -> TakenShare:
-        """The same for whoever has these accounts."""
+        """Takes places for whoever has these accounts; returns and raises like ``take``."""
         wanted = TakenShare(accounts, places)
         refusal = self._refusal(wanted)
         if refusal is not None:
@@ -100,7 +100,7 @@ class Shares:
         return taken
 
     async def take_in_turn(self, places: int) -> TakenShare:
-        """The same, but waits for its turn: connections that wait get one place after the other."""
+        """Takes places like ``take``, but waits for its turn: connections that wait get one place after the other."""
         wanted = TakenShare(accounts_of_this_call(connections=self._connections), places)
         if self._refusal(wanted) is None:
             self._add(wanted)

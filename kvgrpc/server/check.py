@@ -31,7 +31,7 @@ def check(config: RankConfig) -> None:
 
 
 def check_settings(config: RankConfig) -> None:
-    """The same of what is known before an engine says what it is. Raises InvalidRequest, AddressNotAllowed."""
+    """Checks what is known before an engine says what it is. Raises InvalidRequest, AddressNotAllowed."""
     raise_if([*_wrong_data_plane(config), *_wrong_ticks(config.timing)])
     _check_addresses(config)
     try:

@@ -212,6 +212,13 @@ def test_docstrings_say_what_a_caller_gets() -> None:
     assert len(vague) <= MOST_VAGUE, "\n".join(vague)
 
 
+def test_a_docstring_is_read_without_the_one_above_it() -> None:
+    """ "The same of ..." sends its reader looking for what it is the same as."""
+    said = re.compile(r'"""The same(?:\.|,| (?:of|for|where|with|but|as)\b)')
+    leaning = [str(path) for path, text in sources("kvgrpc") if "v1" not in path.parts and said.search(text)]
+    assert not leaning, leaning
+
+
 def test_every_public_class_says_what_it_is() -> None:
     silent = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"

@@ -39,7 +39,7 @@ class KvGrpcSender(BaseKVSender):
         return self._sender.poll()
 
     def poll_pp_consensus(self) -> KVPoll:
-        """The same, of all pipeline stages. SGLang asks its first stage, before it computes the prompt."""
+        """The poll that all pipeline stages agree on. SGLang asks its first stage, before it computes the prompt."""
         return self._sender.poll() if self._stages is None else self._stages.agreed(self._sender)
 
     def pop_decode_prefix_len(self) -> int:

@@ -70,7 +70,7 @@ class TransferStats(KVConnectorStats):
 
 
 class TransferMetrics(KVConnectorPromMetrics):
-    """The same for Prometheus, in vLLM's API server."""
+    """The figures of hand-offs for Prometheus, in vLLM's API server."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: dict[int, list[object]]

@@ -107,7 +107,8 @@ class Worker:
         return failed
 
     def take_failed_requests(self) -> set[str]:
-        """The same where a page number alone does not say whose it is, because there are several groups of layers."""
+        """Requests whose hand-offs failed since the last call, where there are several groups of layers: a page number
+        alone does not say whose it is."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 

@@ -30,7 +30,8 @@ def holds_deeper(value: Any, depth: int) -> bool:
 
 
 def nests_deeper(raw: bytes) -> bool:
-    """The same of an event as it was written. Raises msgspec.DecodeError where it ends too early."""
+    """True if an event, as it was written, holds a value below DEEPEST. Raises msgspec.DecodeError where it ends too
+    early."""
     at, left = 0, [1]
     while left:
         if left[-1] == 0:

@@ -39,7 +39,7 @@ class _Done:
         """A CPU had done it before it came back."""
 
     def wait_on_stream(self) -> None:
-        """The same."""
+        """A CPU had done it before any stream could wait."""
 
 
 class CpuLane:

@@ -71,7 +71,7 @@ class PageShape:
         return self.layers * sum(component.layer_bytes for component in self.components)
 
     def with_heads(self, heads: int) -> PageShape:
-        """The same of a rank that has so many heads."""
+        """The shape of a page at a rank that has so many heads."""
         components = (replace(each, layer_bytes=each.layer_bytes // self.heads * heads) for each in self.components)
         return replace(self, components=tuple(components), heads=heads)
 

@@ -100,7 +100,7 @@ class Keys:
         return f"{self._prefixes[self._shared(KV)]}/" if self.mode is KeyMode.KVGRPC else None
 
     def prefix_of(self, extra_key: str) -> str | None:
-        """The same of the KV pages of one extra key; empty: of those without one."""
+        """The beginning of the keys of this rank's KV pages of one extra key; empty: of those without one."""
         return None if self.prefix is None else f"{self.prefix}{_extra(extra_key)}{KV}/"
 
     def hash_of(self, key: str) -> str | None:

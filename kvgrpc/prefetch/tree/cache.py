@@ -176,7 +176,7 @@ class TieredCache:
             return self._drop_from_device(self._tree.device_victims(count, time.monotonic()))
 
     def evict_host(self, count: int) -> int:
-        """The same for host pages."""
+        """Frees about so many host pages of what is worth least; how many."""
         with self._lock:
             return sum(map(self._drop_host, self._tree.host_victims(count, time.monotonic(), self._unread)))
 

@@ -44,7 +44,8 @@ class KnowsTiers(Protocol):
 
 
 def leading_by_tier(keeper: Keeper, hashes: Sequence[str]) -> tuple[int, int]:
-    """The same of any keeper; one that does not tell tiers apart is believed to have nothing on the device."""
+    """(pages on the device, pages on device or host) of any keeper; one that does not tell tiers apart is believed to
+    have nothing on the device."""
     return keeper.leading_by_tier(hashes) if isinstance(keeper, KnowsTiers) else (0, keeper.leading(hashes))
 
 

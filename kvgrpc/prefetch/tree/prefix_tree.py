@@ -290,7 +290,7 @@ class PrefixTree:
         self._may_go(node)
 
     def set_device(self, node: Node, pages: Sequence[int] | None) -> None:
-        """The same for the device."""
+        """Says which device pages the node has, none for None."""
         had, node.device = node.device, None if pages is None else list(pages)
         more = len(node.device or ()) - len(had or ())
         _add_pages(self._device_pages, node.extra_key, more)
@@ -348,7 +348,7 @@ class PrefixTree:
         return self._device_ends.victims(count, now, wanted, self._split)
 
     def host_victims(self, count: int, now: float, wanted: Callable[[Node], bool] | None = None) -> list[Node]:
-        """The same for host pages: those of nodes that the device does not need any more come first."""
+        """Nodes whose host pages are worth least, like ``device_victims``; first what the device needs no more."""
         return self._host_ends.victims(count, now, wanted, self._split)
 
     def drop_device(self, node: Node) -> list[int]:
@@ -359,7 +359,7 @@ class PrefixTree:
         return pages
 
     def drop_host(self, node: Node) -> list[int]:
-        """The same for the host."""
+        """Takes a node off the host; its pages. A node that is nowhere else is gone."""
         pages = node.host or []
         self.set_host(node, None)
         self._remove_if_nowhere(node)

@@ -79,7 +79,7 @@ def in_order(lines: Iterable[Owed]) -> list[Owed]:
 
 
 def each_line(prefill: EngineShape, decode: EngineShape) -> Iterator[Owed]:
-    """The same, line by line as they are computed, some milliseconds each at most; raises at the first."""
+    """The lines of ``topology`` as they are computed, some milliseconds each at most; raises at the first."""
     _check_work(prefill, decode)
     for field, one, other in (("heads", prefill.heads, decode.heads), ("layers", prefill.layers, decode.layers)):
         if one != other:

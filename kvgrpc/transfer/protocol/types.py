@@ -306,7 +306,7 @@ class Bounds:
     unclaimed_per_session: Count = 4_096
     """Rooms that one decode rank named and no local sender claimed, until they are forgotten (prefill)."""
     unclaimed: Count = 65_536
-    """The same of all decode ranks together (prefill); also rooms that a decode rank was refused."""
+    """Rooms that all decode ranks together named and no local sender claimed (prefill); also refused ones."""
     ended_records: Count = 65_536
     """Ended rooms that are remembered; past it the oldest is forgotten (prefill)."""
     known_streams: Count = 65_536

@@ -191,7 +191,7 @@ class PrefillRuntime(Runtime, Protocol):
 
 
 def prefill_of(runtime: Runtime) -> PrefillRuntime | None:
-    """The same, where it is a prefill rank's."""
+    """The runtime of a prefill rank; None for a decode rank's."""
     return cast(PrefillRuntime, runtime) if runtime.role == "prefill" else None
 
 
