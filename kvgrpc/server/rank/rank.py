@@ -11,28 +11,24 @@ import sys
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import grpc
 
 import kvgrpc
 from kvgrpc.dataplane.base import DataPlane, DialledByPeers
-from kvgrpc.errors import CredentialsInvalid, EngineNotFound, InvalidRequest, ServerDraining, StaleEpoch
+from kvgrpc.errors import EngineNotFound, InvalidRequest, ServerDraining, StaleEpoch
 from kvgrpc.events import EventPublisher, NullEventPublisher
 from kvgrpc.events.servicer import EventServicer
 from kvgrpc.model import RankId, RankRef, Role, new_epoch
-from kvgrpc.net import AddressPolicy, advertised, parse_bootstrap_addr, replicas
+from kvgrpc.net import advertised, parse_bootstrap_addr, replicas
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.served import ServedCache
 from kvgrpc.prefetch.servicer import PrefetchServicer
-from kvgrpc.registry.client.following import Following
 from kvgrpc.registry.client.registration import Registration
-from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.model import Endpoints, RankRow, RankSelector, labels_of
 from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
 from kvgrpc.registry.store.memory import MemoryStore
-from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.within import check_seconds
@@ -45,17 +41,15 @@ from kvgrpc.server.port.callers import CallersHere
 from kvgrpc.server.port.description import ServerInfo, limits_to_pb, rank_limits, settings_in_force
 from kvgrpc.server.port.listener import Check, Listener
 from kvgrpc.server.port.servicer import ServerServicer
+from kvgrpc.server.rank.calls import RankCalls
 from kvgrpc.server.rank.end import Closed, RankEnd, RankParts
 from kvgrpc.server.rank.load import RankLoad
 from kvgrpc.server.rank.opening import cache_of, dialled_endpoint, peers_of, plane_of, publisher_of, watch_limit
 from kvgrpc.server.rank.status import RankStatus
-from kvgrpc.transfer.layout.topology import layers_of_pools, stages_of
-from kvgrpc.transfer.protocol.types import Target
 from kvgrpc.transfer.runtime.boundary import DecodeRuntime, PrefillRuntime, Runtime
 from kvgrpc.transfer.runtime.decode_manager import DecodeManager
 from kvgrpc.transfer.runtime.manager import TransferConfig
 from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
-from kvgrpc.transfer.runtime.resolve import PrefillEngine
 from kvgrpc.transfer.servicer import TransferServicer
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
 from kvgrpc.v1.prefetch_service_pb2_grpc import add_PrefetchServiceServicer_to_server
@@ -74,8 +68,6 @@ _CANCELLED_WRITES_SECONDS = 5.0
 # For a registry to take the row of a rank that drains no more.
 _UNDRAIN_SECONDS = 10.0
 _DROPPED_SECONDS = 10.0
-# For a registry to name the successor of a rank that is dead; it may have died with it.
-_AT_ONCE_SECONDS = 1.0
 # How much later than its own end a close may be before the loop is taken for stuck.
 _STUCK_SECONDS = 10.0
 
@@ -99,7 +91,7 @@ class Rank(Generic[Transfer]):
         self.plane = plane
         self.load = RankLoad()
         self._loop = loop
-        self._policy = AddressPolicy(config.bootstrap_allow, _configured(config.registry))
+        self._calls = RankCalls(config, lambda: self.address)
         self._served: ServedCache | None = None
         self._superseded_by: int | None = None
         self._bound = ""
@@ -123,10 +115,11 @@ class Rank(Generic[Transfer]):
             tls=config.client_security.tls,
         )
         manager: Runtime
+        calls = self._calls
         if config.role is Role.PREFILL:
             manager = PrefillManager(transfer, plane, loop)
         else:
-            manager = DecodeManager(transfer, plane, loop, self._resolve, self._session_channel, self._changes)
+            manager = DecodeManager(transfer, plane, loop, calls.resolve, calls.to_a_rank, calls.changes)
         self.transfer = cast(Transfer, manager)
         self._parts = RankParts(
             ref,
@@ -135,8 +128,8 @@ class Rank(Generic[Transfer]):
             owns_plane=plane is not config.data_plane,
             events=NullEventPublisher(ref.rank.dp),
             status=RankStatus(config.metrics_listen, loop, manager, lambda: self.registration_state),
-            resolver=Resolver(self._channel_to_a_registry),
-            following=Following(self._channel_to_a_registry),
+            resolver=calls.resolver,
+            following=calls.following,
             registry=RegistryServicer(MemoryStore(ttl=config.lease_ttl)) if config.registry == "embedded" else None,
         )
         self._end = RankEnd(self._parts)
@@ -283,13 +276,13 @@ class Rank(Generic[Transfer]):
             return None
         embedded = self.config.registry == "embedded"
         registry = self._bound if embedded else ",".join(replicas(self.config.registry))
-        channel = self._channel_to_ourselves if embedded else self._own_channel
+        channel = self._calls.to_ourselves if embedded else self._calls.to_anybody
         return Registration(channel, registry, [self._row()], on_superseded=self._on_superseded)
 
     def _join_replica(self) -> None:
         """Ranks of one replica agree on what they prefetch; the one with pp = cp = tp = 0 leads."""
         if self.prefetch is not None:
-            self.prefetch.connect(self._find_cache_leader, self._own_channel, self._loop.spawn)
+            self.prefetch.connect(self._find_cache_leader, self._calls.to_anybody, self._loop.spawn)
 
     async def _find_cache_leader(self) -> str:
         config, parts = self.config, self._parts
@@ -455,64 +448,6 @@ class Rank(Generic[Transfer]):
         # At once: two streams of one cache would be two truths.
         self.events.fence()
 
-    async def _resolve(self, bootstrap_addr: str, decode: RankId, at_once: bool = False) -> PrefillEngine:
-        """The registry behind a request's address, if this rank may dial it (contract section 4)."""
-        address = parse_bootstrap_addr(bootstrap_addr)
-        self._policy.check(address)
-        resolver = self._parts.resolver
-        resolve = partial(resolver.resolve, address.target, address.engine, Role.PREFILL, wait_ready=not at_once)
-        timeout = min(_AT_ONCE_SECONDS, self.config.resolve_timeout) if at_once else self.config.resolve_timeout
-        try:
-            engine = await resolve([RankSelector(pp=decode.pp)], timeout)
-        except CredentialsInvalid as error:
-            if self._trusts(address.target):
-                raise
-            raise CredentialsInvalid(
-                f"{error.message}; nothing was sent, because only a request named {address.target}: list its host in "
-                "bootstrap_allow (KVGRPC_BOOTSTRAP_ALLOW) if it is to be trusted",
-                metadata=error.metadata,
-            ) from None
-        mine, theirs = self.config.layout.pp, engine.layout.pp
-        if mine != theirs and not (mine % theirs and theirs % mine):
-            stages = stages_of(decode.pp, mine, theirs)
-            selectors = [RankSelector(pp=pp) for pp in stages]
-            engine = await resolve(selectors, timeout, with_pools=True)
-        targets = {
-            row.ref.rank[1:]: Target(
-                row.ref, row.endpoints.grpc, engine.layout, layers_of_pools(row.pools) if row.pools else None
-            )
-            for row in engine.rows
-        }
-        engine_selects_dp = any(row.engine_selects_dp for row in engine.rows)
-        return PrefillEngine(engine.name, engine.layout, targets, engine_selects_dp)
-
-    async def _changes(self, bootstrap_addr: str, since: int, timeout: float) -> int:
-        """Changes of the prefill engine behind a request's address, which ``_resolve`` was allowed to dial."""
-        address = parse_bootstrap_addr(bootstrap_addr)
-        return await self._parts.following.change(address.target, address.engine, Role.PREFILL, since, timeout)
-
-    def _own_channel(self, address: str) -> grpc.aio.Channel:
-        return open_channel(address, self.config.client_security, own_connection=True)
-
-    def _channel_to_ourselves(self, address: str) -> grpc.aio.Channel:
-        """It may be a wildcard, which is nobody's name."""
-        security = replace(self.config.client_security, audience=self.address)
-        return open_channel(address, security, own_connection=True)
-
-    def _channel_to_a_registry(self, address: str) -> grpc.aio.Channel:
-        """Nothing that a secret made goes where only a request said to go."""
-        security = self.config.client_security
-        if not self._trusts(address):
-            security = replace(security, token="", token_file="")
-        return open_channel(address, security, own_connection=True, seldom=True)
-
-    def _trusts(self, registry: str) -> bool:
-        return registry == self.address or self._policy.trusts(registry)
-
-    def _session_channel(self, address: str) -> grpc.aio.Channel:
-        """To a rank, which bears quicker pings than a registry does."""
-        return open_channel(address, self.config.client_security, own_connection=True, pings=self.config.session_pings)
-
 
 class _Handed(Rank[Transfer]):
     """The part of a rank that an engine has. All of the rank's is here, and the rank itself, which its loop holds,
@@ -603,10 +538,6 @@ def _open_on(plane: DataPlane, config: RankConfig, loop: LoopThread) -> Rank[Any
 
 def _quarter_of_the_pool(config: RankConfig) -> int:
     return max(1, config.pools[0].pages // 4)
-
-
-def _configured(registry: str) -> tuple[str, ...]:
-    return () if registry in ("", "embedded") else tuple(replicas(registry))
 
 
 __all__ = ["Closed", "Rank", "open_decode", "open_prefill", "open_rank"]
