@@ -73,10 +73,10 @@ def test_a_hand_off_that_hangs_costs_pulls_the_size_of_their_batches(
     holder, taker = fleet.pair()
     hashes = hashes_of(prompt(7))
     holder.fill(hashes)
-    core: Any = holder.rank.transfer.core
-    core.open_writes += 1
+    records: Any = holder.rank.transfer.core._records
+    records.open_writes += 1
     assert pulled(taker, hashes).completed == 7
-    core.open_writes -= 1
+    records.open_writes -= 1
     taker.assert_bytes(hashes)
     assert max(row.lent for row in peer_of(holder).book.rows()) == 2
 
