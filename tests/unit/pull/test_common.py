@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from kvgrpc.prefetch.storage.keys import PageIdentity
-from kvgrpc.pull.common import ORDER, PageAxes, is_common
+from kvgrpc.pull.common import ORDER, CommonPages, PageAxes, is_common
 
 Bytes = npt.NDArray[np.uint8]
 LAYERS, TOKENS, HEADS, HEAD_BYTES = 3, 4, 5, 6
@@ -56,3 +56,32 @@ def test_what_a_page_is_does_not_depend_on_the_order_at_its_engine() -> None:
     assert is_common(identity.layout) and not is_common(own.layout)
     assert (identity.model, identity.revision, identity.dtype, identity.page_size) == ("m", "r", "bfloat16", 4)
     assert PageAxes(ORDER, LAYERS + 1, TOKENS, HEADS, HEAD_BYTES).identity(own) != identity
+
+
+@pytest.mark.parametrize("total", [1, 2, 4])
+@pytest.mark.parametrize(("ours", "theirs"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+def test_engines_of_other_sizes_ask_each_rank_for_the_pages_that_it_says_to_have(
+    total: int, ours: int, theirs: int
+) -> None:
+    def rank_of(tp_size: int, tp: int) -> tuple[CommonPages, PageIdentity]:
+        axes = PageAxes(ORDER, LAYERS, TOKENS, max(1, total // tp_size), HEAD_BYTES)
+        own = PageIdentity(
+            model=f"of {tp_size}", dtype="float16", layout="its own", page_size=TOKENS, tp_rank=tp, tp_size=tp_size
+        )
+        return CommonPages(axes, model="m", heads_total=total), own
+
+    for tp in range(ours):
+        pages, own = rank_of(ours, tp)
+        asked = pages.shares(own, theirs)
+        has = [rank_of(theirs, share.tp) for share in asked]
+        assert [share.identity for share in asked] == [
+            their_pages.identity(their_own) for their_pages, their_own in has
+        ]
+        heads = pages.heads(own)
+        come = {head for share in asked for part in share.parts for head in range(part.start, part.start + part.count)}
+        assert come >= set(range(heads.start, heads.start + heads.count))
+
+
+def test_an_engine_that_does_not_say_how_many_heads_there_are_asks_none_of_another_size() -> None:
+    own = PageIdentity(model="m", dtype="float16", layout="its own", page_size=TOKENS)
+    assert CommonPages(PageAxes(ORDER, LAYERS, TOKENS, HEADS, HEAD_BYTES)).shares(own, 2) == []

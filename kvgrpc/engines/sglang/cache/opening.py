@@ -76,8 +76,11 @@ def serve_pulls(tree: Any, listen: str) -> CacheServer | None:
 
 
 def _pulls(tree: Any) -> Pulls | None:
-    storage, model = _storage(tree), process_model_config()
-    return None if storage is None else storage.pulls(model.model_path, model.get_total_num_kv_heads())
+    storage = _storage(tree)
+    if storage is None or storage.pull is None:
+        return None
+    model = process_model_config()
+    return storage.pulls(model.model_path, model.get_total_num_kv_heads())
 
 
 def _config(tree: Any, listen: str) -> RankConfig:
