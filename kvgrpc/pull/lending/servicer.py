@@ -79,7 +79,7 @@ class PullServicer(PullServiceServicer):
         self._check_open()
         common = wire.asked_as_common(request.identity, self._identity, self._common)
         wire.check_name("prompt_name", request.prompt_name)
-        return pb.CountPagesResponse(host_pages=await self._blocking.run(partial(self._count, request, common)))
+        return pb.CountPagesResponse(host_pages=await self._blocking.run(partial(self._count_leading, request, common)))
 
     async def LendPages(self, request: pb.LendPagesRequest, context: Any) -> pb.LendPagesResponse:
         self._check_open()
@@ -100,7 +100,7 @@ class PullServicer(PullServiceServicer):
             lent_pages=self._staging.lending.taken,
         )
 
-    def _count(self, request: pb.CountPagesRequest, common: bool) -> int:
+    def _count_leading(self, request: pb.CountPagesRequest, common: bool) -> int:
         """On a thread."""
         hashes = wire.hashes_from_pb(request.page_hashes)
         count = self._lender.count(hashes, common=common)

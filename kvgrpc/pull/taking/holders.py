@@ -126,7 +126,7 @@ class Holders:
         holders = self.candidates(without, only, indexed)
         named = {False: wire.hashes_to_pb(hashes), True: await self._common_names(hashes)}
         seconds = min(timeout, self._config.answer_timeout)
-        found = await asyncio.gather(*(self._count(each, named, seconds) for each in holders))
+        found = await asyncio.gather(*(self._count_at(each, named, seconds) for each in holders))
         best = max(found, key=lambda each: each.pages, default=None)
         return best if best is not None and best.pages else None
 
@@ -300,7 +300,7 @@ class Holders:
             return list(rows)[self._ref.rank.tp % len(rows) :][:1]
         return list(shares)
 
-    async def _count(self, holder: Holder, hashes: Mapping[bool, Sequence[bytes]], seconds: float) -> Found:
+    async def _count_at(self, holder: Holder, hashes: Mapping[bool, Sequence[bytes]], seconds: float) -> Found:
         """Its leading pages; where others of its engine have the rest of each page, those that all of them have."""
         asked = (self._count_one(each, hashes, seconds) for each in (holder, *holder.others))
         found, *others = await asyncio.gather(*asked)

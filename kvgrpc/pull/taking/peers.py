@@ -95,7 +95,7 @@ class PeersBackend:
             self._storage.unregister(memory)
 
     def count_leading(self, keys: Sequence[str], timeout: float) -> int:
-        return self._count(self._prompt(keys), 0, keys, timeout)
+        return self._count_leading(self._prompt(keys), 0, keys, timeout)
 
     def count_peers(self, keys: Sequence[str], timeout: float) -> int:
         """``count_leading`` of the best holder alone."""
@@ -140,7 +140,7 @@ class PeersBackend:
         self.disconnect()
         return self._storage is None or not self._owns_storage or self._storage.close(timeout)
 
-    def _count(
+    def _count_leading(
         self,
         prompt: Sequence[str],
         first: int,
@@ -277,7 +277,7 @@ class PagesBehind:
         self.name = backend.name
 
     def count_leading(self, keys: Sequence[str], timeout: float) -> int:
-        return self._backend._count(self._prompt, self._first, keys, timeout, self._only)
+        return self._backend._count_leading(self._prompt, self._first, keys, timeout, self._only)
 
     def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
         prompt, first = self._prompt, self._first

@@ -57,7 +57,7 @@ def never_answers(rank: Any, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_a_long_prompt_is_named_once_and_not_with_each_batch(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rooms of four pages at most: with all that lies before them they would name 60 hashes and more."""
     holder, taker = fleet.pair()
-    counted = heard_by(holder, "_count", monkeypatch)
+    counted = heard_by(holder, "_count_leading", monkeypatch)
     lent = heard_by(holder, "_lend", monkeypatch)
     hashes = hashes_of(prompt(20))
     holder.fill(hashes)
@@ -177,7 +177,7 @@ def index(fleet: PullFleet) -> Iterator[IndexServer]:
 
 
 def asked_of(*ranks: CacheRank, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    return [heard_by(rank, "_count", monkeypatch) for rank in ranks]
+    return [heard_by(rank, "_count_leading", monkeypatch) for rank in ranks]
 
 
 def knows_through(index: IndexServer, fleet: PullFleet, hashes: list[str]) -> tuple[CacheRank, CacheRank, CacheRank]:
