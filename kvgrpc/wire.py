@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -99,22 +99,38 @@ def pool_to_pb(pool: Pool) -> pb.PagePool:
 
 def pool_from_pb(message: pb.PagePool, path: str = "pools[0]", *, addresses: bool = True) -> Pool:
     """``addresses`` False: without those of its regions, which mean nothing outside their process."""
+    reading = pool_in_pieces(message, path, addresses=addresses)
+    while True:
+        try:
+            next(reading)
+        except StopIteration as end:
+            pool: Pool = end.value
+            return pool
+
+
+def pool_in_pieces(
+    message: pb.PagePool, path: str = "pools[0]", *, addresses: bool = True
+) -> Generator[None, None, Pool]:
+    """``pool_from_pb`` that yields behind each half a millisecond of its work."""
     try:
         kind = PoolKind(message.kind)
     except ValueError:
         raise InvalidRequest.of(f"{path}.kind", message.kind, "POOL_KIND_KV or POOL_KIND_STATE") from None
+    regions = list[tuple[int, str, int, int, int]]()
+    for first in range(0, len(message.regions), REGIONS_OF_A_PIECE):
+        if first:
+            yield
+        regions += [
+            (r.layer, r.component, r.address if addresses else 0, r.page_stride_bytes, r.page_bytes)
+            for r in message.regions[first : first + REGIONS_OF_A_PIECE]
+        ]
     return Pool(
         name=message.name,
         kind=kind,
         page_tokens=message.page_tokens,
         pages=message.pages,
         dtype=message.dtype,
-        regions=Regions(
-            [
-                (r.layer, r.component, r.address if addresses else 0, r.page_stride_bytes, r.page_bytes)
-                for r in message.regions
-            ]
-        ),
+        regions=Regions(regions),
         axes=message.axes,
         heads_total=message.heads_total,
         head_start=message.head_start,
@@ -191,6 +207,7 @@ def _rate(value: float) -> float:
 
 
 MAX_PULL_RATES = 64
+REGIONS_OF_A_PIECE = 512
 _LONGEST_SECONDS = 1e9
 _LAST_SECOND = 253_402_300_798  # what a Timestamp can say, less one
 _LONGEST_RETRY_SECONDS = 3600.0

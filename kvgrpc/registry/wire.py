@@ -52,13 +52,26 @@ class PoolCache:
 
     def decode(self, message: common_pb2.PagePool, path: str) -> Pool:
         """The checked shape of a pool, without addresses, which it takes out of the message."""
-        for region in message.regions:
-            if region.address:
-                region.address = 0
-        message.DiscardUnknownFields()
-        key = message.SerializeToString(deterministic=True)
+        key = _shape_of(message)
         known = self._by_bytes.get(key)
-        pool = _pool_from_pb(message, path) if known is None else known[0]
+        if known is not None:
+            return self._keep(key, known[0])
+        pool = wire.pool_from_pb(message, path, addresses=False)
+        _check_pool(pool, path)
+        return self._keep(key, pool)
+
+    def read(self, message: common_pb2.PagePool, path: str) -> Iterator[None]:
+        """Yields behind each piece of the work of ``decode``, which has little left to do then."""
+        key = _shape_of(message)
+        yield
+        if self._by_bytes.get(key) is None:
+            pool = yield from wire.pool_in_pieces(message, path, addresses=False)
+            yield
+            _check_pool(pool, path)
+            self._keep(key, pool)
+            yield
+
+    def _keep(self, key: bytes, pool: Pool) -> Pool:
         self._by_bytes.keep(key, pool, key)
         self._encoded.keep(id(pool), pool, key)
         return pool
@@ -147,14 +160,19 @@ def row_from_pb(message: pb.RankRow, pools: PoolCache, path: str = "row") -> Ran
 
 
 def rows_to_register(request: pb.RegisterRequest, pools: PoolCache, *, peer_is_local: bool) -> Iterator[RankRow]:
-    """Decodes and checks everything that a row says about itself, its addresses included.
+    """Decodes and checks everything that a row says about itself, its addresses included."""
+    return (row for row in rows_in_pieces(request, pools, peer_is_local=peer_is_local) if row is not None)
 
-    One by one, because a legal request may take seconds in all.
-    """
+
+def rows_in_pieces(request: pb.RegisterRequest, pools: PoolCache, *, peer_is_local: bool) -> Iterator[RankRow | None]:
+    """``rows_to_register``, which may take seconds in all, with None behind a piece of a row that has many regions."""
     _check_count("rows", len(request.rows), 1, MAX_ROWS_PER_REQUEST)
     for index, message in enumerate(request.rows):
         path = f"rows[{index}]"
         _check_sizes(message, path)
+        for number, pool in enumerate(message.pools):
+            if len(pool.regions) > wire.REGIONS_OF_A_PIECE:
+                yield from pools.read(pool, f"{path}.pools[{number}]")
         row = row_from_pb(message, pools, path)
         _check_row(row, path)
         _check_endpoints(row, f"{path}.endpoints", peer_is_local)
@@ -254,13 +272,20 @@ def optional_role(value: int) -> Role | None:
     return wire.role_from_pb(value) if value else None
 
 
-def _pool_from_pb(message: common_pb2.PagePool, path: str) -> Pool:
-    pool = wire.pool_from_pb(message, path, addresses=False)
+def _shape_of(message: common_pb2.PagePool) -> bytes:
+    """Without addresses, which it takes out of the message."""
+    for region in message.regions:
+        if region.address:
+            region.address = 0
+    message.DiscardUnknownFields()
+    return message.SerializeToString(deterministic=True)
+
+
+def _check_pool(pool: Pool, path: str) -> None:
     try:
         check_pools([pool], addresses=False)
     except InvalidRequest as error:
         raise_if([replace(wrong, field=path + wrong.field.removeprefix("pools[0]")) for wrong in error.violations])
-    return pool
 
 
 def _check_row(row: RankRow, path: str) -> None:

@@ -92,6 +92,20 @@ def test_equal_pools_become_one_object_without_addresses() -> None:
     assert pools.decode(message, "pools[0]") == pool("other")
 
 
+def test_a_pool_of_thousands_of_regions_is_read_in_pieces() -> None:
+    pools, large = wire.PoolCache(), pool(layers=4_000)
+    assert len(list(pools.read(pool_to_pb(large), "pools[0]"))) >= 8
+    made = pools.decode(pool_to_pb(large), "pools[0]")
+    assert made == large.without_addresses()
+    assert len(list(pools.read(pool_to_pb(large), "pools[0]"))) == 1, "it is there"
+    assert pools.decode(pool_to_pb(large), "pools[0]") is made
+    message = pool_to_pb(large)
+    message.regions[3_999].layer = 0
+    with pytest.raises(InvalidRequest) as refused:
+        list(pools.read(message, "rows[7].pools[0]"))
+    assert refused.value.metadata["field"] == "rows[7].pools[0].regions[3999]"
+
+
 def test_the_pool_cache_is_bounded() -> None:
     pools = wire.PoolCache(size=2)
     kept = [pools.decode(pool_to_pb(pool(pages=pages)), "pools[0]") for pages in (1, 2, 3)]
