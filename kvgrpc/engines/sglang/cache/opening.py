@@ -99,8 +99,9 @@ def _config(tree: Any, listen: str) -> RankConfig:
     # One row a replica, whose other ranks are reached through the leading one: but each lends its own heads of a page.
     pull = None if storage is None else storage.pull
     tp, tps = (0, 1) if pull is None else (parallel.attn_tp_rank, parallel.attn_tp_size)
-    if tp:  # the addresses that an operator names are the leading rank's
-        configured = {**configured, "admin_listen": (), "metrics_listen": ""}
+    if tp:  # the ports that an operator names are the leading rank's
+        host = split(configured.get("advertise") or "")[0]
+        configured |= {"admin_listen": (), "metrics_listen": "", **({"advertise": host} if host else {})}
     facts = {
         "role": Role.UNIFIED,
         "pools": (),
