@@ -41,7 +41,8 @@ class NativePrefixIndex:
     Follows engines as ``PrefixIndex`` does, in a process of its own: neither following nor looking takes this one's
     interpreter. It is asked at ``address``, a socket that this user alone reaches: by ``client``, or by a
     ``SyncClient`` on any thread. Where it dies it is started anew, and goes on from ``saved`` if that names a file.
-    It ends when this process does, however that ends. All methods belong to one event loop.
+    It ends when this process does and what it forked meanwhile, however that ends. All methods belong to one event
+    loop.
 
     Raises InvalidRequest for what is no address, and FeatureDisabled for what the program has not: of ``security`` it
     takes ``ca_file``, ``token``, ``token_file`` and ``insecure``.
@@ -186,8 +187,8 @@ def _write_secret(path: Path, secret: str) -> None:
 
 
 async def _end(process: Process) -> None:
-    if process.stdin is not None:
-        process.stdin.close()
+    if process.returncode is None:
+        process.terminate()  # a child that this process forked may keep standard input open
     try:
         await within(END_SECONDS, process.wait())
     except asyncio.TimeoutError:

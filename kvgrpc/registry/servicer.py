@@ -164,9 +164,9 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         return unknown
 
     async def Deregister(self, request: pb.DeregisterRequest, context: _Context) -> pb.DeregisterResponse:
-        refs = wire.refs_to_deregister(request)
+        refs, table = wire.refs_to_deregister(request), self.store.table
         for index, ref in enumerate(refs):
-            engine = self.store.table.find(ref.rank.engine, None) if ref.rank.engine else None
+            engine = table.find(ref.rank.engine, None) if ref.rank.engine else None
             check_scope(ref, None if engine is None else engine.role, f"ranks[{index}]")
         return pb.DeregisterResponse(removed=await self.store.deregister(refs))
 

@@ -162,7 +162,7 @@ class MooncakeDataPlane:
         """See DataPlane: first contact goes on in the background; without an answer in 3 s submissions are refused.
 
         So they are where MAX_CONTACTS others do not answer either and this one has no turn within 3 s. Time in which
-        this process was held does not count.
+        this process was held, or submitted nothing, counts as a second at most.
         """
         decoded = _decode(address)
         if decoded.transport != self.transport:

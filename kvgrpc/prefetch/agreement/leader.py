@@ -263,8 +263,10 @@ class _Stream:
 
     def put(self, message: pb.JoinAgreementResponse) -> None:
         with self._lock:
+            if self._ended:  # a write that hangs takes nothing any more
+                return
             self._waiting.append(message)
-            self._ended = self._ended or len(self._waiting) > MAX_WAITING_MESSAGES
+            self._ended = len(self._waiting) > MAX_WAITING_MESSAGES
         self._loop.call_soon_threadsafe(self._wake.set)
 
     def end(self) -> None:

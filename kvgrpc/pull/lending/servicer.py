@@ -55,6 +55,8 @@ class PullServicer(PullServiceServicer):
         self._identity, self._common = identity, common
         self._lender = lender
         self._hands_off = hands_off
+        self._piece = max(1, PIECE_BYTES // staging.page_bytes)
+        self._giving_way = 0
         self._staging = staging
         self._book = book
         self._blocking = BlockingCalls("lend", "calls that lend", threads=_THREADS, most=_WAITING)
@@ -111,11 +113,12 @@ class PullServicer(PullServiceServicer):
     async def _lend_soon(self, request: pb.LendPagesRequest, taker: RankRef, common: bool) -> int | None:
         """Waits a moment where all is lent: pages of a batch are back before a taker would ask again."""
         loop = asyncio.get_running_loop()
-        most = await self._give_way(loop.time() + GIVES_WAY_SECONDS)
+        await self._give_way(loop.time() + GIVES_WAY_SECONDS)
         end = loop.time() + RETRY_SECONDS
         while True:
             returned = asyncio.Event()  # before the look: what comes back meanwhile counts
             self._waiting.add(returned)
+            most = self._piece if self._hands_off() else None
             try:
                 return await self._blocking.run(partial(self._lend, request, taker, common, loop, most))
             except TooManyRequests:
@@ -126,14 +129,19 @@ class PullServicer(PullServiceServicer):
             finally:
                 self._waiting.discard(returned)
 
-    async def _give_way(self, end: float) -> int | None:
-        """Until no hand-off is being written, or ``end``: then so many pages are lent, and not all."""
-        loop = asyncio.get_running_loop()
-        while self._hands_off():
-            if loop.time() >= end:
-                return max(1, PIECE_BYTES // self._staging.page_bytes)
-            await asyncio.sleep(_LOOK_SECONDS)
-        return None
+    async def _give_way(self, end: float) -> None:
+        """Waits until no hand-off is being written, or ``end``. Past so many who wait others do not: each looks, and
+        that is time of the loop."""
+        if self._giving_way >= _WAITING:
+            return
+        self._giving_way += 1
+        try:
+            while self._hands_off():
+                if asyncio.get_running_loop().time() >= end:
+                    return
+                await asyncio.sleep(_LOOK_SECONDS)
+        finally:
+            self._giving_way -= 1
 
     async def _settle(self, loan: Loan) -> None:
         await self._lender.settle(loan)

@@ -235,7 +235,7 @@ class Holders:
             return {tp: Share(tp, self._common[1] if common and self._common is not None else self._own)}
         found = self._shares.get((tp_size, common))
         if found is None:
-            if sum(each is common for _, each in self._shares) >= _MOST_SIZES:  # each has memory of its own
+            if len(self._shares) >= _MOST_SIZES:  # each has memory of its own
                 return {}
             found = {each.tp: each for each in self._shares_found(tp_size, common)}
             if found:

@@ -74,7 +74,7 @@ class MemoryRegistry:
 
     @property
     def table(self) -> EngineTable:
-        """The rows whose leases run now."""
+        """The rows whose leases run, and for some turns more those of many whose leases ran out together."""
         self.expire()
         return self._table
 
@@ -254,6 +254,7 @@ class MemoryStore:
         while True:
             self._clock.tick()
             while self._end_leases():
+                self._tell()
                 await next_turn()
                 self._clock.tick()
             metrics.REGISTRY_ROWS.set(self.registry.rows)

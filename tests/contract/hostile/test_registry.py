@@ -12,6 +12,7 @@ import pytest
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import MAX_EPOCH, MAX_REGIONS, RankRef, new_epoch
 from kvgrpc.registry import wire
+from kvgrpc.registry.servicer import RegistryServicer
 from kvgrpc.registry.store.memory import EXPIRED_AT_ONCE, MemoryRegistry, MemoryStore
 from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.v1 import common_pb2
@@ -105,6 +106,22 @@ async def test_leases_that_run_out_at_once_take_many_turns_of_the_loop(monkeypat
     await until(lambda: not served.registry.rows)
     await served.stop()
     assert sum(ended) == len(leases) == 1_024 and max(ended) <= EXPIRED_AT_ONCE
+
+
+async def test_a_deregistration_of_many_ends_no_more_of_them_than_one_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the table ended EXPIRED_AT_ONCE more, and it looked once a rank: all 32,768 in one turn."""
+    looks, expire = list[None](), MemoryRegistry.expire
+
+    def counted(self: MemoryRegistry) -> tuple[RankRef, ...]:
+        looks.append(None)
+        return expire(self)
+
+    monkeypatch.setattr(MemoryRegistry, "expire", counted)
+    servicer = RegistryServicer(MemoryStore(ttl=600.0))  # not started: no tick looks meanwhile
+    request = pb.DeregisterRequest(ranks=[row.rank for row in registration(64, 1).rows])
+    context: Any = None
+    assert not (await servicer.Deregister(request, context)).removed
+    assert len(looks) <= 4
 
 
 @pytest.mark.parametrize("ahead", [11 * 60, None])

@@ -80,7 +80,11 @@ def _pulls(tree: Any) -> Pulls | None:
     if storage is None or storage.pull is None:
         return None
     model = process_model_config()
-    return storage.pulls(model.model_path, model.get_total_num_kv_heads())
+    try:
+        heads = model.get_total_num_kv_heads()
+    except (ValueError, RuntimeError):  # SGLang knows no single number, as of layers with unequal heads
+        heads = 0
+    return storage.pulls(model.model_path, heads)
 
 
 def _config(tree: Any, listen: str) -> RankConfig:

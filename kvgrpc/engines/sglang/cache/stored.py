@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from kvgrpc.errors import FeatureDisabled
 from kvgrpc.model import Tier
 from kvgrpc.prefetch.model import TierUse
-from kvgrpc.prefetch.storage.base import StorageBackend
+from kvgrpc.prefetch.storage.base import StorageBackend, StorageDown
 from kvgrpc.prefetch.storage.keys import Keys
 from kvgrpc.pull.taking.peers import PeersBackend
 
@@ -27,14 +28,21 @@ class StoredPages:
 
     def leading_at_all_ranks(self, hashes: Sequence[str], timeout: float) -> int:
         """Leading pages that are there for every tensor-parallel rank; of those that peers have this rank knows its own
-        share, and each asks for its own when it comes to that. Raises StorageDown."""
+        share, and each asks for its own when it comes to that. Raises StorageDown where peers have none either."""
+        end = time.monotonic() + timeout
         near = 0
         if isinstance(self._backend, PeersBackend):
             near = self._backend.count_peers(self._keys.of_all(hashes), timeout)
         there = len(hashes)
-        for keys in self._of_ranks:
-            if there > near:
-                there = near + self._count_stored(keys.of_all(hashes[near:there]), timeout)
+        try:
+            for keys in self._of_ranks:
+                if there > near:
+                    left = max(0.001, end - time.monotonic())
+                    there = near + self._count_stored(keys.of_all(hashes[near:there]), left)
+        except StorageDown:
+            if not near:
+                raise
+            return near
         return there
 
     def _count_stored(self, names: Sequence[str], timeout: float) -> int:
