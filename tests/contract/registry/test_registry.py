@@ -233,6 +233,11 @@ class TestGetEngine:
         error = await failure(served.stub.GetEngine(pb.GetEngineRequest(engine=name)))
         assert isinstance(error, InvalidRequest) and error.metadata["field"] == "engine"
 
+    @pytest.mark.parametrize("name", IMPOSSIBLE)
+    async def test_nobody_watches_for_a_name_that_no_engine_can_have(self, served: Served, name: str) -> None:
+        error = await failure(served.stub.WatchEngines(pb.WatchEnginesRequest(engine=name)).read())
+        assert isinstance(error, InvalidRequest) and error.metadata["field"] == "engine"
+
 
 class TestListEngines:
     async def test_pages_by_name_and_filters_by_role(self, served: Served) -> None:
