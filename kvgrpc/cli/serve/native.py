@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from kvgrpc.client.native_index import PROGRAM, native_index_program
-
 if TYPE_CHECKING:
     from kvgrpc.rpc.interceptors import CallLimits
     from kvgrpc.rpc.security import ServerSecurity
@@ -32,6 +30,8 @@ def become_native(
     lacking: Mapping[str, object],
 ) -> NoReturn:
     """Becomes ``kvgrpc-index``. ``lacking``: options that it has not, with what was asked. Raises UsageError."""
+    from kvgrpc.client.native_index import PROGRAM, native_index_program
+
     asked = [option for option, value in lacking.items() if value]
     if asked:
         raise click.UsageError(f"the native index has no {', '.join(asked)}: leave it out, or leave out --native")
