@@ -108,8 +108,6 @@ class NativePrefixIndex:
         """
         self._folder = tempfile.mkdtemp(prefix=f"{PROGRAM}-")
         try:
-            if self._security.token:
-                _write_secret(Path(self._folder, "token"), self._security.token)
             self._process = await self._run()
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -150,6 +148,9 @@ class NativePrefixIndex:
                 f"{PROGRAM} is not installed: `make native` builds it where cargo is; a PrefixIndex needs nothing",
                 metadata={"feature": PROGRAM, "howToEnable": "make native"},
             )
+        secret = Path(self._folder, "token")
+        if self._security.token:
+            _write_secret(secret, self._security.token)
         process = await asyncio.create_subprocess_exec(
             *(program, "--listen", self.address, "--until-eof", *self._options, *self._credentials()),
             stdin=PIPE,
@@ -167,6 +168,8 @@ class NativePrefixIndex:
                 text = f"{PROGRAM} does not listen after {START_SECONDS:g} s"
                 raise PeerUnreachable(text, metadata={"address": self.address}) from error
             raise
+        finally:
+            _forget_secret(secret)  # it was read: who kills this process leaves none behind
         if not line:
             status = await process.wait()
             text = f"{PROGRAM} ended with {status} before it listened: its line on stderr says why"
@@ -184,6 +187,10 @@ class NativePrefixIndex:
 def _write_secret(path: Path, secret: str) -> None:
     path.touch(mode=0o600)
     path.write_text(secret)
+
+
+def _forget_secret(path: Path) -> None:
+    path.unlink(missing_ok=True)
 
 
 async def _end(process: Process) -> None:

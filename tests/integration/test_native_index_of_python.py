@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import psutil
 import pytest
 
-from kvgrpc.client import NativePrefixIndex, SyncClient, native_index
+from kvgrpc.client import ClientSecurity, NativePrefixIndex, SyncClient, native_index
 from kvgrpc.v1 import index_service_pb2 as pb
 from tests.support.publishing import Publishing
 from tests.support.rust import built_index
@@ -69,7 +71,7 @@ async def test_one_that_was_killed_is_started_anew_at_the_same_address() -> None
 
 OWNER = """
 import asyncio, sys
-from kvgrpc.client import NativePrefixIndex, native_index
+from kvgrpc.client import ClientSecurity, NativePrefixIndex, native_index
 
 async def main():
     async with NativePrefixIndex(sources=["127.0.0.1:1"]) as index:
@@ -88,3 +90,20 @@ def test_it_ends_with_a_process_that_is_killed(program: str) -> None:
     owner.kill()
     owner.wait()
     wait_until(lambda: not index.is_running())
+
+
+def below(folder: Path) -> list[Path]:
+    return list(folder.rglob("*"))
+
+
+def files_below(folder: Path) -> list[Path]:
+    return [path for path in below(folder) if path.is_file()]
+
+
+async def test_its_secret_lies_nowhere_once_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    security = ClientSecurity(token="9f86d081884c7d659a2feaa0c55ad015")
+    async with NativePrefixIndex(sources=["127.0.0.1:1"], security=security) as index:
+        assert files_below(tmp_path) == []
+        assert index.healthy
+    assert below(tmp_path) == []
