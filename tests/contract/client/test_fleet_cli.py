@@ -18,8 +18,8 @@ import pytest
 from kvgrpc.cli.main import main
 from kvgrpc.client import SyncClient
 from kvgrpc.server import RegistryServer
-from tests.support.rank_host import RankHost, RankProcess
-from tests.support.waiting import wait_until
+from tests.support.looked_at_fleet import looked_at_fleet
+from tests.support.rank_host import RankProcess
 
 HALF, LONELY = 2**63 - 25, 77
 Run = Callable[..., tuple[int, str, str]]
@@ -27,23 +27,8 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="module")
 def registry() -> Iterator[str]:
-    """A prefill and a decode with a room on its way between them, a room that failed, and a prefill that is dead."""
-    server = RegistryServer(["127.0.0.1:0"], lease_ttl=600.0).open()
-    prefill = RankHost("P", "PREFILL", {"registry": server.address})
-    decode = RankHost("D", "DECODE", {"registry": server.address})
-    dead = RankProcess("X", "PREFILL", registry=server.address).opened()
-    prefill.fill(1)
-    decode.receive(HALF, f"{server.address}/P", range(8))
-    prefill.send(HALF, range(8, 15), last=False)
-    decode.wait("receivers", [HALF], [3])
-    decode.receive(LONELY, f"{server.address}/P", range(8, 12))
-    decode.receivers[LONELY, 0].abort("the test gave it up")
-    wait_until(lambda: decode.receivers[LONELY, 0].ended)
-    dead.kill()
-    yield server.address
-    decode.close(2.0)
-    prefill.close(2.0)
-    server.close()
+    with looked_at_fleet(HALF, LONELY, "the test gave it up") as address:
+        yield address
 
 
 @pytest.fixture

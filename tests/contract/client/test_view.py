@@ -23,7 +23,7 @@ from kvgrpc.cli.view.server import ViewServer, page_files
 from kvgrpc.cli.view.state import look_at_fleet
 from kvgrpc.client import SyncClient
 from kvgrpc.server import RegistryServer
-from tests.support.rank_host import RankHost, RankProcess
+from tests.support.looked_at_fleet import looked_at_fleet
 from tests.support.waiting import wait_until
 
 HALF, LONELY = 2**63 - 31, 78
@@ -33,23 +33,8 @@ State = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def registry() -> Iterator[str]:
-    """A prefill and a decode with a room on its way between them, a room that failed, and a prefill that is dead."""
-    server = RegistryServer(["127.0.0.1:0"], lease_ttl=600.0).open()
-    prefill = RankHost("P", "PREFILL", {"registry": server.address})
-    decode = RankHost("D", "DECODE", {"registry": server.address})
-    dead = RankProcess("X", "PREFILL", registry=server.address).opened()
-    prefill.fill(1)
-    decode.receive(HALF, f"{server.address}/P", range(8))
-    prefill.send(HALF, range(8, 15), last=False)
-    decode.wait("receivers", [HALF], [3])
-    decode.receive(LONELY, f"{server.address}/P", range(8, 12))
-    decode.receivers[LONELY, 0].abort("<b>the test gave it up</b>")
-    wait_until(lambda: decode.receivers[LONELY, 0].ended)
-    dead.kill()
-    yield server.address
-    decode.close(2.0)
-    prefill.close(2.0)
-    server.close()
+    with looked_at_fleet(HALF, LONELY, "<b>the test gave it up</b>") as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

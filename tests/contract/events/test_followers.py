@@ -286,23 +286,31 @@ async def test_a_wait_may_be_for_ever_and_not_for_no_number() -> None:
                 await each
 
 
+async def read_over_a_break(
+    engine: Publishing, client: Client, mode: events_pb.WatchMode.ValueType
+) -> tuple[list[object], asyncio.Task[None]]:
+    """Reads two parts, then one more that came while nobody served; whoever asks ends the task."""
+    read: list[object] = []
+
+    async def reading() -> None:
+        async for part in client.watch(mode=mode):
+            if not isinstance(part, Heartbeat):
+                read.append(part)
+
+    task = asyncio.create_task(reading())
+    await until(lambda: len(read) == 2)
+    await engine.hang_up()
+    await engine.store([2])
+    await engine.serve()
+    await until(lambda: len(read) == 3)
+    return read, task
+
+
 class TestWatchGoesOn:
     async def test_a_tail_goes_on_behind_its_last_batch(self) -> None:
         async with Publishing(clear_first=False) as engine, Client(engine.address) as client:
             await engine.store([1])
-            read: list[object] = []
-
-            async def reading() -> None:
-                async for part in client.watch(mode=events_pb.WATCH_MODE_TAIL):
-                    if not isinstance(part, Heartbeat):
-                        read.append(part)
-
-            task = asyncio.ensure_future(reading())
-            await until(lambda: len(read) == 2)
-            await engine.hang_up()
-            await engine.store([2])
-            await engine.serve()
-            await until(lambda: len(read) == 3)
+            read, task = await read_over_a_break(engine, client, events_pb.WATCH_MODE_TAIL)
             assert [part.first_sequence for part in read if isinstance(part, Payloads)] == [0, 1]
             await engine.restart()
             with pytest.raises(StaleLog):
@@ -311,19 +319,7 @@ class TestWatchGoesOn:
     async def test_a_snapshot_goes_on_as_a_tail(self) -> None:
         async with Publishing() as engine, Client(engine.address) as client:
             await engine.store([1])
-            read: list[object] = []
-
-            async def reading() -> None:
-                async for part in client.watch(mode=events_pb.WATCH_MODE_SNAPSHOT):
-                    if not isinstance(part, Heartbeat):
-                        read.append(part)
-
-            task = asyncio.ensure_future(reading())
-            await until(lambda: len(read) == 2)
-            await engine.hang_up()
-            await engine.store([2])
-            await engine.serve()
-            await until(lambda: len(read) == 3)
+            read, task = await read_over_a_break(engine, client, events_pb.WATCH_MODE_SNAPSHOT)
             assert isinstance(read[1], Snapshot) and read[1].last
             assert isinstance(read[2], Payloads) and read[2].first_sequence == read[1].next_sequence
             task.cancel()

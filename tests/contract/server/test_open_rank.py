@@ -25,7 +25,7 @@ from kvgrpc.errors import AddressNotAllowed, InvalidRequest, Reason, ServerDrain
 from kvgrpc.events import KVEventBatch
 from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.rpc.status import error_from
-from kvgrpc.server import CallLimits, Rank, RankConfig, open_decode, open_prefill, open_rank
+from kvgrpc.server import CallLimits, Rank, open_decode, open_prefill, open_rank
 from kvgrpc.server.rank import opening
 from kvgrpc.server.rank import rank as opened
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
@@ -35,8 +35,7 @@ from kvgrpc.v1 import server_service_pb2 as server_pb
 from kvgrpc.v1 import transfer_service_pb2 as transfer_pb
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
-
-PAGES, PAGE_BYTES = 8, 4096
+from tests.support.small_rank import PAGE_BYTES, PAGES, small_rank
 
 
 @pytest.fixture
@@ -46,13 +45,6 @@ def plane() -> Iterator[Any]:
     plane.close(1.0)
 
 
-def config(plane: Any, **changes: Any) -> RankConfig:
-    address = plane.allocate(PAGES * PAGE_BYTES)
-    pool = Pool("kv", PoolKind.KV, 16, PAGES, "float32", (Region(0, "kv", address, PAGE_BYTES, PAGE_BYTES),))
-    settings = {"engine": "P", "role": Role.PREFILL, "pools": (pool,), "data_plane": plane, **changes}
-    return RankConfig(**settings)
-
-
 class TestWhatARankStandsOn:
     def test_an_events_endpoint_that_is_taken_is_named(self, plane: Any) -> None:
         with socket.socket() as taken:
@@ -60,13 +52,13 @@ class TestWhatARankStandsOn:
             taken.listen()
             endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
             with pytest.raises(AddressNotAllowed) as refused:
-                open_rank(config(plane, events={"endpoint": endpoint, "bind": True}))
+                open_rank(small_rank(plane, events={"endpoint": endpoint, "bind": True}))
         assert refused.value.metadata == {"address": endpoint, "configKey": "events"}
 
     @pytest.mark.parametrize("events", [{"publisher": "pigeon"}, {"endpoint": "nowhere"}])
     def test_events_that_cannot_be_are_named(self, plane: Any, events: dict[str, str]) -> None:
         with pytest.raises(InvalidRequest) as refused:
-            open_rank(config(plane, events=events))
+            open_rank(small_rank(plane, events=events))
         assert refused.value.metadata["field"] == "events"
         assert refused.value.metadata["rule"] and next(iter(events.values())) in refused.value.metadata["value"]
 
@@ -82,7 +74,7 @@ class TestWhatARankStandsOn:
 
         monkeypatch.setattr(opening, "open_plane", opened)
         for settings in ({"advertise": "fd00::5"}, {"advertise": "[fd00::5]:9001"}, {"listen": "[fd00::5]:0"}):
-            opening.plane_of(replace(config(plane, **settings), data_plane="mooncake"))
+            opening.plane_of(replace(small_rank(plane, **settings), data_plane="mooncake"))
         assert hosts == ["fd00::5"] * 3
 
     def test_memory_that_the_plane_cannot_move_is_named_and_a_plane_of_ours_closed(
@@ -99,7 +91,7 @@ class TestWhatARankStandsOn:
         memory = ctypes.create_string_buffer(2 * PAGE_BYTES)
         pool = Pool("kv", PoolKind.KV, 16, 1, "x", (Region(0, "kv", ctypes.addressof(memory), PAGE_BYTES, PAGE_BYTES),))
         with pytest.raises(InvalidRequest) as refused:
-            open_rank(config(plane, pools=(pool,), data_plane="shm"))
+            open_rank(small_rank(plane, pools=(pool,), data_plane="shm"))
         assert refused.value.metadata["field"] == "pools" and refused.value.metadata["rule"]
         assert len(closed) == 1
 
@@ -122,13 +114,13 @@ class TestWhatARankStandsOn:
         monkeypatch.setattr(ShmDataPlane, "close", close_and_tell)
         monkeypatch.setattr(Rank, "_open", refused_as_old)
         with pytest.raises(StaleEpoch):
-            open_rank(config(plane, data_plane="shm"))
+            open_rank(small_rank(plane, data_plane="shm"))
         assert tried == [tried[0], tried[0] + 8, tried[0] + 16]
         assert len(closed) == 1
 
 
 def test_a_rank_tells_its_settings_its_registry_and_that_nothing_protects_it(plane: Any) -> None:
-    rank = open_rank(config(plane, registry="embedded", lease_ttl=2.0))
+    rank = open_rank(small_rank(plane, registry="embedded", lease_ttl=2.0))
     with grpc.insecure_channel(rank.address) as channel:
         info = ServerServiceStub(channel).GetServerInfo(server_pb.GetServerInfoRequest(), timeout=5)
     rank.close(2.0)
@@ -144,7 +136,7 @@ def test_a_rank_tells_its_settings_its_registry_and_that_nothing_protects_it(pla
 def test_the_limits_that_a_rank_tells_are_those_that_it_keeps(plane: Any) -> None:
     bounds, calls = Bounds(rooms=77, chunks_per_room=5), CallLimits(watches_per_caller=3)
     rank = open_rank(
-        config(plane, registry="embedded", lease_ttl=2.0, bounds=bounds, max_frame_bytes=70_000, call_limits=calls)
+        small_rank(plane, registry="embedded", lease_ttl=2.0, bounds=bounds, max_frame_bytes=70_000, call_limits=calls)
     )
     with grpc.insecure_channel(rank.address) as channel:
         info = ServerServiceStub(channel).GetServerInfo(server_pb.GetServerInfoRequest(), timeout=5)
@@ -183,7 +175,7 @@ def test_the_limits_that_a_rank_tells_are_those_that_it_keeps(plane: Any) -> Non
 @pytest.mark.parametrize(("role", "registry"), [(Role.PREFILL, "embedded"), (Role.DECODE, "")])
 def test_a_rank_logs_where_it_is_found(plane: Any, caplog: pytest.LogCaptureFixture, role: Role, registry: str) -> None:
     caplog.set_level("INFO")
-    rank = open_rank(config(plane, role=role, registry=registry))
+    rank = open_rank(small_rank(plane, role=role, registry=registry))
     where = f"rank {rank.ref} listens on {rank.address}, registry {registry or 'none'}, data plane shm"
     assert [record.levelname for record in caplog.records if where in record.message] == ["INFO"]
     assert role.name.lower() in caplog.text
@@ -222,7 +214,7 @@ def lingering(monkeypatch: pytest.MonkeyPatch) -> Lingering:
 
 class TestClosing:
     def test_memory_of_the_callers_own_plane_stays_and_is_opened_again(self, plane: Any) -> None:
-        settings = config(plane, registry="embedded")
+        settings = small_rank(plane, registry="embedded")
         address = settings.pools[0].regions[0].address
         memory = (ctypes.c_uint8 * PAGES * PAGE_BYTES).from_address(address)
         for _ in range(2):
@@ -238,7 +230,7 @@ class TestClosing:
         self, plane: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Peers hold its pages until a dial is refused: the address must not stay for ever."""
-        rank = open_rank(config(plane))
+        rank = open_rank(small_rank(plane))
         monkeypatch.setattr(PrefillManager, "has_unknown_writes", True)
         assert rank.close(1.0).listening and connects(rank.address)
         assert rank.close(1.0).listening, "a later look alone changes nothing"
@@ -248,7 +240,7 @@ class TestClosing:
     def test_a_plane_that_the_caller_closed_first_has_no_write_left(
         self, plane: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        rank = open_rank(config(plane))
+        rank = open_rank(small_rank(plane))
         told: list[bool] = []
         monkeypatch.setattr(PrefillManager, "has_unknown_writes", True)
         monkeypatch.setattr(rank.transfer, "on_plane_closed", lambda: told.append(True))
@@ -257,7 +249,7 @@ class TestClosing:
 
     @pytest.mark.parametrize("deadline", [math.nan, math.inf, 1e308])
     def test_a_deadline_that_never_comes_is_refused_and_nothing_is_closed(self, plane: Any, deadline: float) -> None:
-        rank = open_rank(config(plane))
+        rank = open_rank(small_rank(plane))
         with pytest.raises(InvalidRequest) as refused:
             rank.close(deadline)
         assert refused.value.metadata["field"] == "deadline" and connects(rank.address)
@@ -265,7 +257,7 @@ class TestClosing:
 
     def test_the_address_outlives_every_write(self, lingering: Lingering, caplog: pytest.LogCaptureFixture) -> None:
         plane = lingering
-        rank = open_rank(replace(config(OfTheEngine()), data_plane="shm"))
+        rank = open_rank(replace(small_rank(OfTheEngine()), data_plane="shm"))
         closed = rank.close(1.0)
         assert (closed.drained, closed.listening) == (False, True)
         assert "stays bound" in caplog.text
@@ -288,7 +280,7 @@ class TestClosing:
     def test_a_plane_that_raises_on_close_has_not_said_that_no_write_is_left(
         self, lingering: Lingering, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        rank = open_rank(replace(config(OfTheEngine()), data_plane="shm"))
+        rank = open_rank(replace(small_rank(OfTheEngine()), data_plane="shm"))
 
         def raises(deadline: float) -> bool:
             raise OSError("a driver")
@@ -300,7 +292,7 @@ class TestClosing:
         assert not rank.close(1.0).listening
 
     def test_all_steps_share_one_end(self, lingering: Lingering, monkeypatch: pytest.MonkeyPatch) -> None:
-        rank = open_rank(replace(config(OfTheEngine()), data_plane="shm"))
+        rank = open_rank(replace(small_rank(OfTheEngine()), data_plane="shm"))
         worker_of = rank.transfer.close_worker
 
         async def as_long_as_it_may(grace: float) -> tuple[bool, int]:
@@ -318,7 +310,7 @@ class TestClosing:
         assert time.monotonic() - began < 5.8  # one end for each step would be twice the time
 
     def test_a_drain_takes_its_grace_and_not_twice(self, monkeypatch: pytest.MonkeyPatch, plane: Any) -> None:
-        rank = open_rank(config(plane))
+        rank = open_rank(small_rank(plane))
 
         async def as_long_as_it_may(grace: float) -> tuple[bool, int]:
             await asyncio.sleep(2 * grace)  # the slow drain itself
@@ -342,9 +334,9 @@ def connects(address: str) -> bool:
 def test_the_switch_interval_is_the_processs_and_only_where_it_is_asked_for(plane: Any) -> None:
     before = sys.getswitchinterval()
     try:
-        with open_rank(config(plane)):
+        with open_rank(small_rank(plane)):
             assert sys.getswitchinterval() == before
-        with open_rank(config(plane, switch_interval=0.000_5)):
+        with open_rank(small_rank(plane, switch_interval=0.000_5)):
             assert sys.getswitchinterval() == pytest.approx(0.000_5)
     finally:
         sys.setswitchinterval(before)
@@ -354,7 +346,10 @@ class TestRoles:
     """mypy reads this file: ``rank.transfer`` has the type of its role."""
 
     def test_the_transfer_of_a_rank_is_typed_by_its_role(self, plane: Any) -> None:
-        with open_prefill(config(plane)) as prefill, open_decode(config(plane, engine="D", role=Role.DECODE)) as decode:
+        with (
+            open_prefill(small_rank(plane)) as prefill,
+            open_decode(small_rank(plane, engine="D", role=Role.DECODE)) as decode,
+        ):
             assert not KVSender(prefill.transfer, "", 1).ended
             assert not KVReceiver(decode.transfer, "127.0.0.1:1", 1).ended
             assert f"{prefill.ref} prefill at {prefill.address} over shm: healthy" in repr(prefill)
@@ -363,11 +358,14 @@ class TestRoles:
     def test_another_role_is_refused_before_anything_is_opened(self, plane: Any) -> None:
         for open_one, role in ((open_prefill, Role.DECODE), (open_decode, Role.PREFILL)):
             with pytest.raises(InvalidRequest) as refused:
-                open_one(config(plane, role=role))
+                open_one(small_rank(plane, role=role))
             assert (refused.value.metadata["field"], refused.value.metadata["value"]) == ("role", repr(role.name))
 
     def test_a_handle_of_the_other_role_fails_with_its_reason_and_raises_nothing(self, plane: Any) -> None:
-        with open_rank(config(plane)) as prefill, open_rank(config(plane, engine="D", role=Role.DECODE)) as decode:
+        with (
+            open_rank(small_rank(plane)) as prefill,
+            open_rank(small_rank(plane, engine="D", role=Role.DECODE)) as decode,
+        ):
             receiver, sender = KVReceiver(prefill.transfer, "127.0.0.1:1", 1), KVSender(decode.transfer, "", 1)
             receiver.init([1])
             sender.init(1)
@@ -390,7 +388,7 @@ def test_a_rank_that_was_replaced_publishes_no_more_and_its_event_service_says_s
         def rank(**changes: Any) -> Rank[Any]:
             own = kvgrpc.dataplane.open_plane("shm")
             opened.callback(own.close, 1.0)
-            made = open_rank(config(own, **changes))
+            made = open_rank(small_rank(own, **changes))
             opened.callback(made.close, 1.0)
             return made
 

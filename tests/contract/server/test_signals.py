@@ -15,12 +15,11 @@ import pytest
 
 import kvgrpc.dataplane
 from kvgrpc.events import KVEventBatch
-from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.observability.log_queue import LogQueue
-from kvgrpc.server import Closed, Rank, RankConfig, open_rank
+from kvgrpc.server import Closed, Rank, open_rank
 from kvgrpc.transfer import KVSender
+from tests.support.small_rank import small_rank
 
-PAGES, PAGE_BYTES = 8, 4096
 OURS = str(Path(kvgrpc.__file__).parent)
 
 
@@ -31,15 +30,9 @@ def plane() -> Iterator[Any]:
     plane.close(1.0)
 
 
-def config(plane: Any, **settings: Any) -> RankConfig:
-    address = plane.allocate(PAGES * PAGE_BYTES)
-    pool = Pool("kv", PoolKind.KV, 16, PAGES, "float32", (Region(0, "kv", address, PAGE_BYTES, PAGE_BYTES),))
-    return RankConfig(engine="P", role=Role.PREFILL, pools=(pool,), data_plane=plane, **settings)
-
-
 @pytest.fixture
 def rank(plane: Any) -> Iterator[Rank[Any]]:
-    opened = open_rank(config(plane))
+    opened = open_rank(small_rank(plane))
     yield opened
     opened.close(2.0)
 
@@ -135,7 +128,7 @@ def test_a_handler_closes_the_rank_while_the_main_thread_logs(rank: Rank[Any], o
 
 
 def test_a_handler_closes_the_rank_in_the_middle_of_a_publish(on_signal: OnSignal, plane: Any) -> None:
-    with open_rank(config(plane, events={"endpoint": "tcp://127.0.0.1:0"})) as rank:
+    with open_rank(small_rank(plane, events={"endpoint": "tcp://127.0.0.1:0"})) as rank:
         on_signal.rank = rank
         batches = rank.events._queue  # type: ignore[attr-defined]
         lines_of(lambda: rank.events.publish(KVEventBatch(0.0, [])), at=6)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -85,13 +86,20 @@ def test_a_rank_takes_new_rooms_again_as_the_same_incarnation(pair: Pair, side: 
         assert state(client) == ("NOT_SERVING", True)
 
 
-def test_rooms_that_a_drain_still_waits_for_go_on(pair: Pair) -> None:
+@contextlib.contextmanager
+def drain_with_a_room(pair: Pair) -> Iterator[Future[pb.DrainResponse]]:
+    """Room 1 lacks its last page, and prefill drains for a minute because of it."""
     pair.begin(1, last=False)
     pair.decode.wait("receivers", [1], [KVPoll.Transferring])
-    address = pair.prefill.rank.address
-    with SyncClient(address) as client, SyncClient(address) as other, ThreadPoolExecutor(1) as aside:
-        draining = aside.submit(other.drain, 60.0)
+    with SyncClient(pair.prefill.rank.address) as client, ThreadPoolExecutor(1) as aside:
+        draining = aside.submit(client.drain, 60.0)
         wait_until(lambda: client.get_server_info().draining and "P" not in pair.engines())
+        yield draining
+
+
+def test_rooms_that_a_drain_still_waits_for_go_on(pair: Pair) -> None:
+    address = pair.prefill.rank.address
+    with SyncClient(address) as client, drain_with_a_room(pair) as draining:
         client.undrain()
         assert not draining.result(20).drained
         assert state(client) == ("SERVING", False)
@@ -125,12 +133,8 @@ def test_a_rank_whose_registry_is_away_drains_on(pair: Pair) -> None:
 
 
 def test_rooms_keep_their_grace_where_a_drain_cannot_be_taken_back(pair: Pair) -> None:
-    pair.begin(1, last=False)
-    pair.decode.wait("receivers", [1], [KVPoll.Transferring])
     address = pair.prefill.rank.address
-    with SyncClient(address) as client, SyncClient(address) as other, ThreadPoolExecutor(1) as aside:
-        draining = aside.submit(other.drain, 60.0)
-        wait_until(lambda: client.get_server_info().draining and "P" not in pair.engines())
+    with SyncClient(address) as client, drain_with_a_room(pair) as draining:
         pair.registry.close()
         with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError):
             ServerServiceStub(channel).Undrain(pb.UndrainRequest(), timeout=30)
