@@ -9,12 +9,13 @@ ENGINE_CLASSES := tests/integration/test_events_engine_classes.py
 # Real engines that test-engines and bench-engines run.
 ENGINES ?= sglang vllm
 # Parts of test-engines, each below 20 minutes on two cores: the tests whose names end so, and in the first one all others.
-ENGINE_PARTS := handoffs faults slowness caches models parallel
+ENGINE_PARTS := handoffs faults slowness caches models recurrent parallel
 $(if $(filter-out $(ENGINE_PARTS),$(PART)),$(error PART is one of $(ENGINE_PARTS)))
 faults := _faults _held _router
 slowness := _held_interpreter _load
 caches := _events _hicache _hierarchical _offloading _plugin _prefetch _tier
-models := _latent _recurrent _states _window
+models := _latent _states _window
+recurrent := _recurrent
 parallel := _data_parallel _pipeline _tensor_parallel _unequal
 tests_of = $(if $($(2)),$(wildcard $($(2):%=tests/engines/test_$(1)%.py)),$(filter-out $(foreach part,$(filter-out handoffs,$(ENGINE_PARTS)),$(call tests_of,$(1),$(part))),$(wildcard tests/engines/test_$(1)*.py)))
 # Without a file pytest would run all tests there are.

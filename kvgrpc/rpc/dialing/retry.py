@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import tenacity
 
-from kvgrpc.errors import KvGrpcError
+from kvgrpc.errors import KvGrpcError, PeerUnreachable
 
 T = TypeVar("T")
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.05, 2.0
@@ -26,7 +26,8 @@ def may_repeat(error: BaseException) -> bool:
 async def repeated(call: Callable[[float], Awaitable[T]], timeout: float) -> T:
     """Awaits ``call(seconds left)`` until it succeeds, may not be repeated, or ``timeout`` seconds would be over.
 
-    Waits with full jitter, never shorter than RetryInfo says. Raises the last error.
+    Waits with full jitter, never shorter than RetryInfo says. Raises the last error; where the last call had no time
+    for an answer, what the server said before.
     """
     clock = asyncio.get_running_loop().time
     deadline = clock() + timeout
@@ -43,7 +44,19 @@ async def repeated(call: Callable[[float], Awaitable[T]], timeout: float) -> T:
     retrying = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(may_repeat), wait=wait, stop=over, reraise=True, sleep=asyncio.sleep
     )
-    async for attempt in retrying:
-        with attempt:
-            return await call(max(deadline - clock(), 0.001))
+    said: KvGrpcError | None = None
+    try:
+        async for attempt in retrying:
+            with attempt:
+                try:
+                    return await call(max(deadline - clock(), 0.001))
+                except PeerUnreachable:
+                    raise
+                except KvGrpcError as error:
+                    said = error
+                    raise
+    except PeerUnreachable as silence:
+        if said is not None and clock() >= deadline:
+            raise said from silence
+        raise
     raise AssertionError("tenacity ends by returning or raising")

@@ -7,7 +7,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +31,7 @@ from kvgrpc.prefetch.storage.base import (
 from kvgrpc.prefetch.storage.file.folder import Folder, ResumableScans, Usage, is_full
 from kvgrpc.prefetch.storage.file.formats import Format, Header, OwnFormat, SglangFormat, checksum
 from kvgrpc.prefetch.storage.file.io import Mover, Vectored, aligned, header_block
+from kvgrpc.prefetch.storage.file.visiting import visited
 from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.paged import PageByPage
 from kvgrpc.settings import read
@@ -100,34 +102,45 @@ class FileBackend(PageByPage):
         """
         if self._closed.is_set():
             raise self._calls.down("it is closed")
-        deadline, gone = time.monotonic() + timeout, 0
-        names = self._rounds.go_on(prefix)
+        deadline = time.monotonic() + timeout
+        folders = self._rounds.go_on(prefix)
         try:
             with self._removed.telling() as tell:
-                for name in names:
-                    key = self._key_in(name) if prefix or self._removed else None
-                    dropped = (not prefix or (key or "").startswith(prefix)) and self._remove(name)
-                    gone += dropped
-                    tell(key if dropped else None)
-                    if time.monotonic() >= deadline:
-                        self._rounds.stop(prefix, names)
-                        raise self._calls.down(f"{gone} pages were dropped in {timeout:g} s; a repeat goes on")
+                gone = visited(folders, self._clearing(prefix, tell), deadline)
         except OSError as error:
-            names.close()
             raise self._calls.down(str(error)) from error
+        if folders:
+            self._rounds.stop(prefix, folders)
+            raise self._calls.down(f"{gone} pages were dropped in {timeout:g} s; a repeat goes on")
         return gone
+
+    def _clearing(self, prefix: str, tell: Callable[[str | None], None]) -> Callable[[str], bool]:
+        """Removes the page of a name if its key begins so, and tells of it; true if it did."""
+        telling = threading.Lock()
+
+        def clear(name: str) -> bool:
+            key = self._key_in(name) if prefix or self._removed else None
+            dropped = (not prefix or (key or "").startswith(prefix)) and self._remove(name)
+            with telling:
+                tell(key if dropped else None)
+            return dropped
+
+        return clear
 
     def count(self, prefix: str, timeout: float) -> int:
         if self._closed.is_set():
             raise self._calls.down("it is closed")
-        deadline, found = time.monotonic() + timeout, 0
+        folders = deque(self._folder.names())
+
+        def counts(name: str) -> bool:
+            return not prefix or (self._key_in(name) or "").startswith(prefix)
+
         try:
-            for name in self._folder.names():
-                if time.monotonic() > deadline:
-                    raise self._calls.down(f"{found} pages were counted in {timeout:g} s, more are there")
-                found += not prefix or (self._key_in(name) or "").startswith(prefix)
+            found = visited(folders, counts, time.monotonic() + timeout)
         except OSError as error:
             raise self._calls.down(str(error)) from error
+        if folders:
+            raise self._calls.down(f"{found} pages were counted in {timeout:g} s, more are there")
         return found
 
     def stats(self) -> StorageStats:

@@ -11,11 +11,15 @@ import socket
 import stat
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 
 from kvgrpc.prefetch.storage.file.formats import Format
+
+Names = Generator[str, None, None]
+"""Names of the pages of one folder, which is open from the first to the last, or until ``close``. For one thread at a
+time."""
 
 
 def _pid_space() -> str:
@@ -100,39 +104,33 @@ class Folder:
 
     def scan(self, clean: bool = False) -> Iterator[tuple[str, int, float]]:
         """(name, bytes, modification time) of every page; ``clean`` removes what killed writers left behind."""
-        for name, entry in self._entries(clean):
-            try:
-                status = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
-                continue
-            yield name, status.st_size, status.st_mtime
+        for prefix in self._form.folders:
+            for name, entry in self._entries(prefix, clean):
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                yield name, status.st_size, status.st_mtime
 
-    def names(self) -> Generator[str, None, None]:
-        """Of every page that is there all the while, found one after the other; open folders go with ``close``."""
-        for name, _ in self._entries(clean=False):
+    def names(self) -> list[Names]:
+        """Every page that is there all the while, found one after the other: for each folder those in it."""
+        return [self._names_in(prefix) for prefix in self._form.folders]
+
+    def _names_in(self, prefix: str) -> Names:
+        for name, _ in self._entries(prefix, clean=False):
             yield name
 
-    def _entries(self, clean: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Yields the plain files: nothing else is a page."""
-        for folder, prefix in self._folders():
-            with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
-                for entry in entries:
-                    if self._form.is_page(entry.name):
-                        if entry.is_file(follow_symlinks=False):
-                            yield prefix + entry.name, entry
-                    elif clean and entry.name.endswith(_TEMPORARY):
-                        with contextlib.suppress(OSError):
-                            if _abandoned(entry.name, entry.stat(follow_symlinks=False).st_mtime):
-                                os.unlink(entry.path)
-
-    def _folders(self) -> Iterator[tuple[str, str]]:
-        yield self.root, ""
-        if not self._form.header_bytes:
-            return
-        with os.scandir(self.root) as entries:
-            names = [entry.name for entry in entries if len(entry.name) == 2 and entry.is_dir(follow_symlinks=False)]
-        for name in names:
-            yield self.path(name), f"{name}/"
+    def _entries(self, prefix: str, clean: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Yields the plain files in one folder: nothing else is a page."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path(prefix)) as entries:
+            for entry in entries:
+                if self._form.is_page(entry.name):
+                    if entry.is_file(follow_symlinks=False):
+                        yield prefix + entry.name, entry
+                elif clean and entry.name.endswith(_TEMPORARY):
+                    with contextlib.suppress(OSError):
+                        if _abandoned(entry.name, entry.stat(follow_symlinks=False).st_mtime):
+                            os.unlink(entry.path)
 
 
 def _abandoned(name: str, modified: float) -> bool:
@@ -164,22 +162,22 @@ class ResumableScans:
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._stopped: dict[str, tuple[float, Generator[str, None, None]]] = {}
+        self._stopped: dict[str, tuple[float, deque[Names]]] = {}
 
-    def go_on(self, which: str) -> Generator[str, None, None]:
-        """Names of pages: those that the round did not come to before it stopped, else all."""
+    def go_on(self, which: str) -> deque[Names]:
+        """Names of pages, folder by folder: those that the round did not come to before it stopped, else all."""
         self._forget(time.monotonic() - REMEMBERED_SECONDS, _MOST_REMEMBERED)
         with self._lock:
-            _, names = self._stopped.pop(which, (0.0, None))
-        return self._folder.names() if names is None else names
+            _, folders = self._stopped.pop(which, (0.0, None))
+        return deque(self._folder.names()) if folders is None else folders
 
-    def stop(self, which: str, names: Generator[str, None, None]) -> None:
-        """Remembers where it stopped."""
+    def stop(self, which: str, folders: deque[Names]) -> None:
+        """Remembers what it did not come to."""
         with self._lock:
             other = self._stopped.pop(which, None)
-            self._stopped[which] = time.monotonic(), names
+            self._stopped[which] = time.monotonic(), folders
         if other is not None:
-            other[1].close()
+            _close(other[1])
         self._forget(0.0, _MOST_REMEMBERED)
 
     def close(self) -> None:
@@ -190,13 +188,18 @@ class ResumableScans:
         closed = []
         with self._lock:
             while self._stopped:
-                which, (stopped, names) = next(iter(self._stopped.items()))
+                which, (stopped, folders) = next(iter(self._stopped.items()))
                 if stopped >= before and len(self._stopped) <= most:
                     break
                 del self._stopped[which]
-                closed.append(names)
-        for names in closed:
-            names.close()
+                closed.append(folders)
+        for folders in closed:
+            _close(folders)
+
+
+def _close(folders: deque[Names]) -> None:
+    for names in folders:
+        names.close()
 
 
 BLOCK = 4096

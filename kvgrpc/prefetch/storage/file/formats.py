@@ -47,9 +47,11 @@ class Header:
 
 
 class Format(Protocol):
-    """``header_bytes``: what precedes the payload."""
+    """``header_bytes``: what precedes the payload. ``folders``: where pages and unfinished files lie, empty or ending
+    with a slash."""
 
     header_bytes: ClassVar[int]
+    folders: ClassVar[Sequence[str]]
 
     def path(self, key: str) -> str | None:
         """Relative to the root and always inside it; None for a key that has no file name."""
@@ -65,6 +67,7 @@ class OwnFormat:
     """``ab/cdef….kv``: names are digests of keys, so any key is one and none leads out of the folder."""
 
     header_bytes: ClassVar[int] = HEADER_BYTES
+    folders: ClassVar[Sequence[str]] = ["", *(f"{number:02x}/" for number in range(256))]
 
     def path(self, key: str) -> str:
         name = hashlib.blake2b(key.encode("utf-8"), digest_size=16).hexdigest()
@@ -82,6 +85,7 @@ class SglangFormat:
     """``<key>.bin`` in one folder, as SGLang 0.5.23's backend ``file`` has them: nothing proves them whole."""
 
     header_bytes: ClassVar[int] = 0
+    folders: ClassVar[Sequence[str]] = [""]
     _SUFFIX = ".bin"
 
     def path(self, key: str) -> str | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator, Sequence
-from inspect import GEN_CLOSED, GEN_SUSPENDED, getgeneratorstate
+from collections.abc import Iterable, Iterator, Sequence
+from inspect import GEN_SUSPENDED, getgeneratorstate
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +16,7 @@ from kvgrpc.prefetch.storage import paged
 from kvgrpc.prefetch.storage.base import OK, StorageDown
 from kvgrpc.prefetch.storage.file import folder as folder_module
 from kvgrpc.prefetch.storage.file.backend import FileBackend, FileConfig
+from kvgrpc.prefetch.storage.file.folder import Names
 from kvgrpc.prefetch.storage.paged import Listeners
 from tests.support.storage_pages import Arena
 
@@ -104,7 +105,7 @@ def test_a_page_that_a_clear_dropped_is_told_before_the_clear_has_looked_at_all(
 
 
 class TestAFolderThatOneCallDoesNotComeThrough:
-    """Most of its pages are of others; a call has no time at all, and comes on by one file."""
+    """Most of its pages are of others; a call has no time at all, and comes on by one file at least."""
 
     FOREIGN, OWN = 300, 5
 
@@ -133,7 +134,7 @@ class TestAFolderThatOneCallDoesNotComeThrough:
         raise AssertionError("it never ends")
 
     def test_repeats_end_and_drop_all_of_it_and_nothing_else(self, backend: FileBackend) -> None:
-        assert self.repeated(backend) == self.FOREIGN + self.OWN + 1
+        assert 1 < self.repeated(backend) <= self.FOREIGN + self.OWN + 1
         assert backend.contains(self.own(), SECONDS) == [False] * self.OWN
         assert backend.contains(self.foreign(), SECONDS) == [True] * self.FOREIGN
 
@@ -157,19 +158,23 @@ class TestAFolderThatOneCallDoesNotComeThrough:
         with pytest.raises(StorageDown):
             backend.clear("foreign/", 0.0)
         monkeypatch.setattr(folder_module, "REMEMBERED_SECONDS", 0.0)
-        (gone,) = (key for key in self.foreign() if not backend.contains([key], SECONDS)[0])
+        gone = next(key for key in self.foreign() if not backend.contains([key], SECONDS)[0])
+        lost = self.FOREIGN - backend.count("foreign/", SECONDS)
         assert backend.write([gone], Arena(1, BLOCK, 1).pages(), SECONDS) == [OK]
-        assert backend.clear("foreign/", SECONDS) == self.FOREIGN
+        assert backend.clear("foreign/", SECONDS) == self.FOREIGN - lost + 1
 
     def test_few_are_remembered_and_none_after_its_close(self, backend: FileBackend) -> None:
-        names = []
+        rounds = []
         for number in range(40):
             with pytest.raises(StorageDown):
                 backend.clear(f"nobody/{number}", 0.0)
-            names.append(backend._rounds._stopped[f"nobody/{number}"][1])
-        assert [getgeneratorstate(each) for each in names] == [GEN_CLOSED] * 24 + [GEN_SUSPENDED] * 16
+            rounds.append(backend._rounds._stopped[f"nobody/{number}"][1])
+        assert [self.has_open_folders(each) for each in rounds] == [False] * 24 + [True] * 16
         assert backend.close(SECONDS), "which closes the folders that they have open"
-        assert {getgeneratorstate(each) for each in names} == {GEN_CLOSED}
+        assert not any(self.has_open_folders(each) for each in rounds)
+
+    def has_open_folders(self, folders: Iterable[Names]) -> bool:
+        return any(getgeneratorstate(names) == GEN_SUSPENDED for names in folders)
 
 
 @pytest.mark.parametrize("thing", ["folder", "pipe", "link"])
