@@ -522,6 +522,10 @@ def test_a_page_that_timed_out_is_not_given_back_before_it_is_quiet(tmp_path: Pa
 def test_a_store_that_is_still_being_cleared_counts_as_empty(tmp_path: Path) -> None:
     storage = created(host_pool(), storage="file", storage_config={"path": str(tmp_path)})
     assert storage.batch_set_v1(HASHES[:4], indices(0, 1, 2, 3)) == [True] * 4
+    # More than a call without time comes through: each of its threads looks at one.
+    for first in range(PAGES, PAGES + 64, 4):
+        others = [f"{number:064x}" for number in range(first, first + 4)]
+        assert storage.batch_set_v1(others, indices(0, 1, 2, 3)) == [True] * 4
     storage._clearing = Clearing(seconds=0.0, pause=1.0)
     assert not storage.clear()
     assert storage.batch_exists(HASHES) == 0
