@@ -26,13 +26,14 @@ class Acceptance:
     """The rules, over the table of one registry.
 
     ``fence_of``: the largest epoch of a rank that is gone, 0 where none is known. ``old_shape_for``: seconds for which
-    an engine's present rows may still be there without a renewal.
+    an engine's present rows may still be there without a renewal. ``room_in``: seconds after which a registry that is
+    full may have room.
     """
 
     table: EngineTable
     fence_of: Callable[[RankId], int]
     old_shape_for: Callable[[RegisteredEngine], float]
-    ttl: float
+    room_in: Callable[[], float]
     max_rows: int = MAX_ROWS
     max_engines: int = MAX_ENGINES
 
@@ -99,7 +100,7 @@ class Acceptance:
                 raise TooManyRequests(
                     f"the registry holds at most {limit} {scope}",
                     metadata={"limit": limit, "value": value, "scope": scope},
-                    retry_after=self.ttl,
+                    retry_after=self.room_in(),
                 )
 
 

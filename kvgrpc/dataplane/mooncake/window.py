@@ -63,8 +63,8 @@ class PeerQueue:
     """
 
     __slots__ = (
-        *("__weakref__", "_looked_at", "_seconds_left", "active", "bytes_in_flight", "in_flight", "limit", "limits"),
-        *("ready", "refused", "session", "unsent"),
+        *("__weakref__", "_contact", "active", "bytes_in_flight", "in_flight", "limit", "limits", "ready"),
+        *("refused", "session", "unsent"),
     )
 
     def __init__(self, session: str, limits: Limits, unsent: Callable[[float], bool] = lambda since: False) -> None:
@@ -72,7 +72,7 @@ class PeerQueue:
         self.unsent = unsent
         self.limits = limits
         self.limit = limits.writes
-        self._seconds_left = self._looked_at = 0.0
+        self._contact = _Contact(0.0, 0.0)
         self.ready = False
         self.refused = ""
         self.in_flight = 0
@@ -80,15 +80,18 @@ class PeerQueue:
         self.active = 0
 
     def await_answer(self, seconds: float, now: float) -> None:
-        """First contact has so long from now on, as ``is_overdue`` counts."""
-        self._seconds_left, self._looked_at, self.refused = seconds, now, ""
+        """First contact has so long from now on, as ``is_overdue`` counts.
+
+        Any thread, beside ``is_overdue`` of another: that looks at one contact, the old or the new one, and who finds
+        no refusal any more finds the new one.
+        """
+        self._contact = _Contact(seconds, now)
+        self.refused = ""
 
     def is_overdue(self, now: float) -> bool:
         """True once first contact had its time. Of a pause between two looks little counts: an engine that held the
         interpreter kept our own thread from taking the answer."""
-        self._seconds_left -= min(now - self._looked_at, _LONGEST_TICK)
-        self._looked_at = now
-        return self._seconds_left < 0
+        return self._contact.is_overdue(now)
 
     def allowance(self, own: int) -> int:
         """Returns how many writes a submission with ``own`` in flight may start now: its fair share, as far as that is
@@ -124,6 +127,20 @@ class PeerQueue:
         self.in_flight -= writes
         self.bytes_in_flight -= nbytes
         self.limit = 1
+
+
+class _Contact:
+    """The time that one first contact has left."""
+
+    __slots__ = ("_looked_at", "_seconds_left")
+
+    def __init__(self, seconds: float, now: float) -> None:
+        self._seconds_left, self._looked_at = seconds, now
+
+    def is_overdue(self, now: float) -> bool:
+        self._seconds_left -= min(now - self._looked_at, _LONGEST_TICK)
+        self._looked_at = now
+        return self._seconds_left < 0
 
 
 class Submitter:

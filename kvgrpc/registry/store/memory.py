@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 # Rows that one call removes because their leases ran out: 5 ms of the loop. One caller may let 32,768 run out at once.
 EXPIRED_AT_ONCE = 512
+# When the rows of others, that ran out in the same moment, are gone: they go turn by turn.
+_REST_GONE_SECONDS = 0.05
 
 
 class MemoryRegistry:
@@ -67,7 +69,7 @@ class MemoryRegistry:
             self._table,
             lambda rank: self._fences.get(rank, 0),
             lambda engine: engine.last_renewal + self.ttl - self._clock(),
-            ttl,
+            self._first_lease_ends_in,
             max_rows,
             max_engines,
         )
@@ -143,6 +145,11 @@ class MemoryRegistry:
         """The rows whose leases ran out since this was called last, whichever call found them so."""
         ran_out, self._ran_out = self._ran_out, []
         return ran_out
+
+    def _first_lease_ends_in(self) -> float:
+        """Seconds; nobody who is refused for want of room needs to wait longer than that before it asks again."""
+        first = next(iter(self._leases.values()), None)
+        return self.ttl if first is None else max(first.expires_at - self._clock(), _REST_GONE_SECONDS)
 
     def _remove_replaced(self, rows: Sequence[RankRow]) -> None:
         for row in rows:

@@ -239,6 +239,21 @@ def test_an_interpreter_that_was_held_during_first_contact_fails_no_write() -> N
     assert run(transfer).outcome is Outcome.DONE
 
 
+def test_a_contact_that_begins_while_the_last_one_is_looked_at_has_all_of_its_time() -> None:
+    """Threads that submit begin one, and the thread that polls looks: what it had read of the old one stood for the new
+    one, whose first write was rejected at once."""
+    queue = PeerQueue("127.0.0.1:15000", SMALL)
+
+    class Moment(float):
+        def __sub__(self, earlier: float) -> float:
+            queue.await_answer(3, 100.0)  # here the other thread had the interpreter
+            return float(self) - earlier
+
+    queue.await_answer(0, 50.0)
+    queue.is_overdue(Moment(100.0))
+    assert not queue.is_overdue(101.0)
+
+
 def test_what_is_in_flight_to_one_peer_is_bounded_and_shared() -> None:
     setup = Setup(FakeEngine(lambda n: 0), Limits(8, 64, 1 << 30))
     first, second = setup.submit(*[10] * 50), setup.submit(*[10] * 50)

@@ -22,6 +22,7 @@ from kvgrpc.errors import (
 from kvgrpc.model import Attention, Layout, ModelIdentity, RankId, RankRef, Role
 from kvgrpc.observability import metrics
 from kvgrpc.registry.model import BEFORE_ALL, EVERY_RANK, EngineChange, EngineFilter, RankSelector, ResolvedEngine
+from kvgrpc.registry.store import memory
 from kvgrpc.registry.store.memory import MemoryRegistry, MemoryStore
 from tests.support.registry_builders import TTL, HandClock, pool, ranks, registry, row
 
@@ -160,6 +161,23 @@ class TestRegister:
         assert (engines.value.metadata["scope"], rows.value.metadata["scope"]) == ("engines", "rows")
         assert engines.value.retry_after == TTL
         known.register([row("A", tp=tp, epoch=2, layout=Layout(tp=3)) for tp in range(2)])
+
+    def test_who_finds_no_room_is_told_when_the_first_lease_ends(
+        self, clock: HandClock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Beside many leases that ran out together, and are ended turn by turn, that is at once and not a whole TTL."""
+        monkeypatch.setattr(memory, "EXPIRED_AT_ONCE", 1)
+        known = registry(clock, max_rows=3)
+        known.register(ranks(Layout(tp=3)))
+        clock.now += 4
+        with pytest.raises(TooManyRequests) as refused:
+            known.register([row("B")])
+        assert refused.value.retry_after == pytest.approx(TTL - 4)
+        clock.now += TTL - 4
+        with pytest.raises(TooManyRequests) as refused:
+            known.register(ranks(Layout(tp=2), engine="B"))
+        assert refused.value.retry_after is not None and refused.value.retry_after < 0.1
+        known.register(ranks(Layout(tp=2), engine="B"))
 
 
 class TestShape:

@@ -90,7 +90,7 @@ class EtcdStore:
             self._view.table,
             lambda rank: self._view.fences.get(rank, NO_FENCE).epoch,
             lambda engine: self.ttl,
-            self.ttl,
+            lambda: self.ttl,
             MAX_ROWS,
             MAX_ENGINES,
         )
