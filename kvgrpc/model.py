@@ -486,6 +486,7 @@ class EngineLoad:
 
     ``page_tokens`` and ``page_bytes``: of its host cache, where it lends and takes pages. ``lent_pulls`` and
     ``taken_pulls`` are in flight. ``pull_rates``: engines that lend, and bytes in a second, the newest first.
+    ``page_forms``: what its pages are to other caches; two that have one in common exchange pages. None: not told.
     """
 
     prefill_tokens_per_second: float = 0.0
@@ -495,6 +496,7 @@ class EngineLoad:
     lent_pulls: int = 0
     taken_pulls: int = 0
     pull_rates: tuple[tuple[str, float], ...] = ()
+    page_forms: tuple[int, ...] = ()
 
 
 def raise_if(violations: Sequence[Violation]) -> None:

@@ -179,6 +179,7 @@ def load_to_pb(load: EngineLoad) -> pb.EngineLoad:
         lent_pulls=load.lent_pulls,
         taken_pulls=load.taken_pulls,
         pull_rates=[pb.PullRate(engine=engine, bytes_per_second=rate) for engine, rate in rates],
+        page_forms=load.page_forms[:MAX_PAGE_FORMS],
     )
 
 
@@ -193,6 +194,7 @@ def load_from_pb(message: pb.EngineLoad) -> EngineLoad:
         lent_pulls=message.lent_pulls,
         taken_pulls=message.taken_pulls,
         pull_rates=tuple((each.engine, _rate(each.bytes_per_second)) for each in rates),
+        page_forms=tuple(itertools.islice(message.page_forms, MAX_PAGE_FORMS)),
     )
 
 
@@ -207,6 +209,7 @@ def _rate(value: float) -> float:
 
 
 MAX_PULL_RATES = 64
+MAX_PAGE_FORMS = 8
 REGIONS_OF_A_PIECE = 512
 _LONGEST_SECONDS = 1e9
 _LAST_SECOND = 253_402_300_798  # what a Timestamp can say, less one

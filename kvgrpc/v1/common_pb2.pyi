@@ -493,6 +493,7 @@ class EngineLoad(_message.Message):
     LENT_PULLS_FIELD_NUMBER: _builtins.int
     TAKEN_PULLS_FIELD_NUMBER: _builtins.int
     PULL_RATES_FIELD_NUMBER: _builtins.int
+    PAGE_FORMS_FIELD_NUMBER: _builtins.int
     prefill_tokens_per_second: _builtins.float
     """Tokens of prompts that its prefill computes in a second, as the engine says."""
     waiting_tokens: _builtins.int
@@ -509,6 +510,12 @@ class EngineLoad(_message.Message):
     def pull_rates(self) -> _containers.RepeatedCompositeFieldContainer[Global___PullRate]:
         """What pulls to this rank came to, from its question to its cache; newest first, at most 64."""
 
+    @_builtins.property
+    def page_forms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What the pages of its host cache are to other caches, at most 8 digests: two that have one in common exchange pages,
+        whatever their kinds and tensor-parallel sizes. Empty: not told, and pages as large and as long are taken for alike.
+        """
+
     def __init__(
         self,
         *,
@@ -519,10 +526,11 @@ class EngineLoad(_message.Message):
         lent_pulls: _builtins.int = ...,
         taken_pulls: _builtins.int = ...,
         pull_rates: _abc.Iterable[Global___PullRate] | None = ...,
+        page_forms: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lent_pulls", b"lent_pulls", "page_bytes", b"page_bytes", "page_tokens", b"page_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "pull_rates", b"pull_rates", "taken_pulls", b"taken_pulls", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lent_pulls", b"lent_pulls", "page_bytes", b"page_bytes", "page_forms", b"page_forms", "page_tokens", b"page_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "pull_rates", b"pull_rates", "taken_pulls", b"taken_pulls", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

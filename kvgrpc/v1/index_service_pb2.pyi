@@ -811,6 +811,7 @@ class PlanPrompt(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
+    OTHER_KINDS_FIELD_NUMBER: _builtins.int
     tokens: _builtins.int
     """Tokens of all of it; 0: those of its blocks, in pages of each cache's own size. Say them where caches have several sizes."""
     @_builtins.property
@@ -825,6 +826,12 @@ class PlanPrompt(_message.Message):
     def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Engines that may lend; empty: all."""
 
+    @_builtins.property
+    def other_kinds(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScorePrompt]:
+        """The same beginning as engines of other kinds hash it, at most 3: SGLang and vLLM know one prompt by unlike hashes. Of
+        each cache counts what it has by those of which it has most. No model and no labels, or those of prompt.
+        """
+
     def __init__(
         self,
         *,
@@ -832,10 +839,11 @@ class PlanPrompt(_message.Message):
         tokens: _builtins.int = ...,
         engines: _abc.Iterable[_builtins.str] | None = ...,
         sources: _abc.Iterable[_builtins.str] | None = ...,
+        other_kinds: _abc.Iterable[Global___ScorePrompt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "prompt", b"prompt", "sources", b"sources", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "other_kinds", b"other_kinds", "prompt", b"prompt", "sources", b"sources", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -999,7 +1007,7 @@ class PlannedPull(_message.Message):
     dp: _builtins.int
     """Which independent KV cache of it."""
     host_blocks: _builtins.int
-    """Leading blocks that lie on its host: what a cache lends."""
+    """Leading blocks that lie on its host, in whole pages: what a cache lends. In blocks of the taker's."""
     blocks: _builtins.int
     """Blocks of these that the taker lacks."""
     bytes: _builtins.int

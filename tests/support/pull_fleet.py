@@ -64,6 +64,13 @@ def candidates_of(taker: CacheRank) -> list[Holder]:
     return list(peer_of(taker)._holders.candidates())
 
 
+def forms_of(rank: CacheRank) -> frozenset[int]:
+    """What a rank says to indexes of its pages."""
+    load = rank.rank.load.now()
+    assert load is not None
+    return frozenset(load.page_forms)
+
+
 def lend(holder: CacheRank, hashes: list[str], taker: RankRef, name: str = "") -> int:
     """How many of these pages the holder lends in ROOM to whoever says to be this rank."""
     request = pb.LendPagesRequest(

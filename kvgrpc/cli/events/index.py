@@ -168,6 +168,22 @@ def prompt_of(hashes: tuple[str, ...], prompt_file: str | None, **more: Any) -> 
     return prompt
 
 
+def prompt_of_other_kind(
+    first: index_service_pb2.ScorePrompt, prompt_file: str | None, **more: Any
+) -> index_service_pb2.ScorePrompt:
+    """Names a request for vLLM's engines where ``first`` is for SGLang's, and the other way round."""
+    from kvgrpc.v1 import index_service_pb2
+
+    if prompt_file is None:
+        raise click.UsageError("--both-kinds needs --tokens: hashes are of one kind")
+    other = index_service_pb2.ScorePrompt()
+    if first.HasField("vllm"):
+        _fill_sglang(other.sglang, _tokens(prompt_file), **more)
+    else:
+        _fill_vllm(other.vllm, _tokens(prompt_file), **more)
+    return other
+
+
 def _labels(texts: tuple[str, ...]) -> dict[str, str]:
     try:
         return dict(labels_of(texts))

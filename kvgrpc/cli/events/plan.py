@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvgrpc.cli.connection import calls_an_index, json_option
-from kvgrpc.cli.events.index import names_a_prompt, prompt_of
+from kvgrpc.cli.events.index import names_a_prompt, prompt_of, prompt_of_other_kind
 from kvgrpc.cli.names import seconds_of
 from kvgrpc.cli.output import seconds, show_json, show_table, wide_option
 
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 @click.option("--engine", "engines", multiple=True, help="An engine that could run it; may be repeated. None: all.")
 @click.option("--source", "sources", multiple=True, help="An engine that may lend; may be repeated. None: all.")
 @click.option("--all-tokens", type=click.IntRange(0, 2**32 - 1), default=0, help="Tokens of the whole request.")
+@click.option("--both-kinds", is_flag=True, help="With --tokens: engines of SGLang and of vLLM in one plan.")
 @wide_option
 @json_option
 @calls_an_index
 def plan(
     client: SyncClient,
     as_json: bool,
+    both_kinds: bool,
     engines: tuple[str, ...],
     sources: tuple[str, ...],
     all_tokens: int,
@@ -36,7 +38,9 @@ def plan(
     from kvgrpc.v1 import index_service_pb2
 
     request = index_service_pb2.PlanRequest(max_placements=100)
-    request.prompts.add(prompt=prompt_of(**options), engines=engines, sources=sources, tokens=all_tokens)
+    asked = request.prompts.add(prompt=prompt_of(**options), engines=engines, sources=sources, tokens=all_tokens)
+    if both_kinds:
+        asked.other_kinds.append(prompt_of_other_kind(asked.prompt, **options))
     response = client.plan(request)
     if as_json:
         return show_json(response)

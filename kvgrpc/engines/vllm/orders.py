@@ -33,6 +33,7 @@ from kvgrpc.engines.vllm.offload.questions import Questions, looking
 from kvgrpc.engines.vllm.offload.served import OffloadedCache, is_full
 from kvgrpc.engines.vllm.tier import KvGrpcTier, identity_of
 from kvgrpc.errors import Failure, InvalidRequest, StorageFailed
+from kvgrpc.hashing import vllm_event_hash
 from kvgrpc.model import Layout, ModelIdentity, RankRef, Role
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.model import Namespace, OperationState, PrefetchLimits, Stop
@@ -231,7 +232,8 @@ class KvGrpcOrders(SecondaryTierManager):
         keys = Keys(KeyMode.KVGRPC, identity)
         common = self._common_pages(spec)
         sizes = self.block_size_bytes, self._names.page_tokens
-        return LentPages(self._lent, keys, *sizes, identity.dtype, common=common), peers
+        found = LentPages(self._lent, keys, *sizes, identity.dtype, common=common, event_hash=vllm_event_hash)
+        return found, peers
 
     def _common_pages(self, spec: Any) -> CommonPages | None:
         workers = self._core.of_workers(attention_facts)

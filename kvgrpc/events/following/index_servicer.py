@@ -110,8 +110,14 @@ class IndexServicer(IndexServiceServicer):
         for index, each in enumerate(request.prompts):
             field = f"prompts[{index}].prompt"
             question, tokens = await self._question(each.prompt, field, wanted, budget)
-            tokens = each.tokens or tokens
-            questions.append(PlanQuestion(question, tokens, frozenset(each.engines), frozenset(each.sources)))
+            others = list[Question]()
+            for at, prompt in enumerate(each.other_kinds):
+                where = f"prompts[{index}].other_kinds[{at}]"
+                other, more = await self._question(prompt, where, wanted, budget, each.prompt)
+                others.append(other)
+                tokens = tokens or more
+            named = frozenset(each.engines), frozenset(each.sources)
+            questions.append(PlanQuestion(question, each.tokens or tokens, *named, others))
             if time.monotonic() - began > PIECE_SECONDS:
                 await next_turn()
                 began = time.monotonic()
@@ -135,15 +141,22 @@ class IndexServicer(IndexServiceServicer):
         )
 
     async def _question(
-        self, prompt: pb.ScorePrompt, field: str, wanted: Wanted, budget: Budget
+        self,
+        prompt: pb.ScorePrompt,
+        field: str,
+        wanted: Wanted,
+        budget: Budget,
+        first: pb.ScorePrompt | None = None,
     ) -> tuple[Question, int]:
-        """Returns also the tokens of the prompt, where it came as tokens."""
-        labels, sizes = labels_from_pb(prompt, field), set[int]()
+        """Returns also the tokens of the prompt, where it came as tokens. ``first``: what names model and labels, where
+        this is the same prompt for engines of another kind."""
+        model = (first or prompt).model
+        labels, sizes = labels_from_pb(first or prompt, field), set[int]()
         if _leaves_sizes_open(prompt):
-            sizes = self._index.page_sizes(wanted, prompt.model, f"{field}.model", labels)
+            sizes = self._index.page_sizes(wanted, model, f"{field}.model", labels)
         asked = asked_from_pb(prompt, field, sizes, budget)
         chains = {0: asked.given} if asked.given is not None else await self._hashed(asked)
-        return Question(chains, prompt.model, asked.step, f"{field}.model", labels), asked.tokens
+        return Question(chains, model, asked.step, f"{field}.model", labels), asked.tokens
 
     async def _hashed(self, asked: Asked) -> dict[int, list[int]]:
         # A million tokens take seconds, which are not the other callers'.
@@ -222,8 +235,8 @@ def _filled(
     asked = zip(questions, request.prompts, strict=True)
     for placements in steps:
         if placements is not None:
-            (question, _, _, _), each = next(asked)
-            message = response.plans.add(blocks=_blocks(question, each.prompt))
+            planned, each = next(asked)
+            message = response.plans.add(blocks=_blocks(planned.question, each.prompt))
             told = placements[: request.max_placements or 1]
             budget.take_answers("max_placements", request.max_placements, len(told))
             for number, placement in enumerate(told, 1):

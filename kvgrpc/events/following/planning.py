@@ -29,16 +29,17 @@ _Cache = tuple[str, int]
 
 class PlanQuestion(NamedTuple):
     """One request. ``tokens``: of all of it, 0: of its blocks. ``engines`` could run it, ``sources`` may lend; none
-    named: all of its model that are followed."""
+    named: all of its model that are followed. ``other_kinds``: the same beginning as engines of other kinds hash it."""
 
     question: Question
     tokens: int = 0
     engines: Collection[str] = ()
     sources: Collection[str] = ()
+    other_kinds: Sequence[Question] = ()
 
 
 class PullChoice(NamedTuple):
-    """From whom to pull how much, and what that is estimated to take."""
+    """From whom to pull how much, in blocks of the taker's, and what that is estimated to take."""
 
     engine: str
     dp: int
@@ -101,7 +102,8 @@ class Planner:
         made: list[_Reservation] = []
         try:
             for asked in questions:
-                found = yield from self._placements(asked, self._table.holdings(asked.question, wanted, now), given)
+                held = yield from self._held(asked, wanted, now)
+                found = yield from self._placements(asked, held, given)
                 if found:
                     given.add(found[0])
                     if reserve:
@@ -110,6 +112,15 @@ class Planner:
         except BaseException:  # who asked is refused, or went away: nobody does as these say
             self._take_back(made)
             raise
+
+    def _held(self, asked: PlanQuestion, wanted: Wanted, now: float) -> Generator[None, None, Sequence[Holding]]:
+        """Holdings by those hashes of which each cache has most: of another kind's it has none."""
+        found = self._table.holdings(asked.question, wanted, now)
+        for question in asked.other_kinds:
+            yield None
+            others = {(each.engine, each.dp): each for each in self._table.holdings(question, wanted, now)}
+            found = [max(each, others.get((each.engine, each.dp), each), key=_tokens_held) for each in found]
+        return found
 
     def _placements(
         self, asked: PlanQuestion, held: Sequence[Holding], given: _Given
@@ -225,21 +236,32 @@ def _pull(
     at: Holding, load: EngineLoad, rates: Mapping[str, float], source: Holding, given: _Given, usual: float
 ) -> PullChoice | None:
     """None where the source has nothing more, or its pages are other ones."""
-    lends = source.load
-    if lends is None or source.engine == at.engine or source.lendable <= at.match.storage:
+    lends, page, block = source.load, load.page_tokens, at.page_tokens
+    if lends is None or source.engine == at.engine or not _exchange(load, lends) or not block or page % block:
         return None
-    if not load.page_bytes or (lends.page_bytes, lends.page_tokens) != (load.page_bytes, load.page_tokens):
+    lent = source.lendable * source.page_tokens // page * page
+    lacking = lent - _tokens_held(at)
+    if lacking <= 0:
         return None
-    if source.page_tokens != at.page_tokens or at.page_tokens != load.page_tokens:
-        return None
-    blocks = source.lendable - at.match.storage
     measured = rates.get(source.engine, 0.0)
-    rate, nbytes = measured or usual, blocks * load.page_bytes
+    rate, nbytes = measured or usual, -(-lacking // page) * load.page_bytes
     in_flight = lends.lent_pulls + given.pulls[source.engine, source.dp]
     seconds = PULL_OVERHEAD_SECONDS + nbytes * (1 + in_flight) / rate
-    return PullChoice(
-        source.engine, source.dp, source.lendable, blocks, nbytes, rate, bool(measured), in_flight, seconds
-    )
+    blocks = lent // block, lacking // block
+    return PullChoice(source.engine, source.dp, *blocks, nbytes, rate, bool(measured), in_flight, seconds)
+
+
+def _exchange(taker: EngineLoad, holder: EngineLoad) -> bool:
+    """True if pages of one are of use to the other."""
+    if not taker.page_bytes or not taker.page_tokens or taker.page_tokens != holder.page_tokens:
+        return False
+    if taker.page_forms and holder.page_forms:
+        return not set(taker.page_forms).isdisjoint(holder.page_forms)
+    return taker.page_bytes == holder.page_bytes
+
+
+def _tokens_held(held: Holding) -> int:
+    return held.match.storage * held.page_tokens
 
 
 def _worth(place: Placement) -> tuple[float, int, int, str, int]:

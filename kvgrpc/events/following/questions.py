@@ -19,6 +19,8 @@ MAX_BLOCKS = 65_536
 # What a request may carry; the server's own limit for a message lies above it.
 MAX_TOKENS = 2**20
 MAX_ENGINES = 1024
+# Ways to hash one prompt: there are two engines today, and settings of one.
+MAX_OTHER_KINDS = 3
 MAX_ITEMS, MAX_LOOKAHEAD = 1024, 64
 # Of all prompts of an answer together: some 4 MiB, which is what clients of any language take.
 MAX_ANSWERS = 65_536
@@ -89,10 +91,23 @@ def wanted_of_plan(request: pb.PlanRequest) -> Wanted:
         for name, named in (("engines", each.engines), ("sources", each.sources)):
             if len(named) > MAX_ENGINES:
                 raise InvalidRequest.of(f"prompts[{index}].{name}", f"{len(named)} names", f"at most {MAX_ENGINES}")
+        _check_other_kinds(each, f"prompts[{index}].other_kinds")
     staleness = None
     if request.HasField("max_staleness"):
         staleness = seconds_from_pb("max_staleness", request.max_staleness, LONGEST_STALENESS_SECONDS)
     return Wanted(freshness=False, max_staleness=staleness)
+
+
+def _check_other_kinds(asked: pb.PlanPrompt, field: str) -> None:
+    """They are one prompt, for the same caches."""
+    first = asked.prompt
+    if len(asked.other_kinds) > MAX_OTHER_KINDS:
+        raise InvalidRequest.of(field, f"{len(asked.other_kinds)} of them", f"at most {MAX_OTHER_KINDS}")
+    for index, other in enumerate(asked.other_kinds):
+        if other.model not in ("", first.model):
+            raise InvalidRequest.of(f"{field}[{index}].model", other.model, f"empty, or {first.model!r} as of prompt")
+        if other.labels and dict(other.labels) != dict(first.labels):
+            raise InvalidRequest.of(f"{field}[{index}].labels", "others", "none, or those of prompt")
 
 
 def labels_from_pb(prompt: pb.ScorePrompt, field: str) -> LabelSet:

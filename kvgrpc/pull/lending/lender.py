@@ -49,7 +49,8 @@ class LentPages:
     ``heads``: where heads lie in a page, part after part; none: that cannot be told. ``shares``: which ranks of an
     engine of another tensor-parallel size have a page of ours together; none: its pages are not to be had. ``common``:
     how engines of another kind have our pages, and we theirs; None: not at all. ``fills``: False at a rank into whose
-    ``cache`` nothing ever comes, because another rank has the same bytes and lends them for both.
+    ``cache`` nothing ever comes, because another rank has the same bytes and lends them for both. ``event_hash``: of a
+    page's hash, the number by which the engine's events name it; None: as SGLang's do.
     """
 
     cache: HostCache
@@ -61,6 +62,7 @@ class LentPages:
     shares: Callable[[int], Sequence[Share]] = lambda tp_size: ()
     common: CommonPages | None = None
     fills: bool = True
+    event_hash: Callable[[bytes], int] | None = None
 
 
 class Lender:

@@ -7,7 +7,7 @@ import logging
 import random
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +19,10 @@ from kvgrpc.model import Layout, ModelIdentity, RankId, RankRef, check_rank
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.storage.keys import PageIdentity
 from kvgrpc.pull import wire
-from kvgrpc.pull.common import CommonPages
+from kvgrpc.pull.common import CommonPages, SameNames
 from kvgrpc.pull.heads import Share
 from kvgrpc.pull.model import Found, Holder, Lent, PullConfig, alone
-from kvgrpc.pull.taking.indexed import IndexAnswer, IndexedHolders
+from kvgrpc.pull.taking.indexed import IndexAnswer, IndexedHolders, event_hash_of
 from kvgrpc.pull.taking.silent import SilentHolders
 from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
 from kvgrpc.registry.model import RankRow, ResolvedEngine
@@ -64,10 +64,11 @@ class Holders:
         model_name: str = "",
         shares: Callable[[int], Sequence[Share]] = lambda tp_size: (),
         common: tuple[CommonPages, PageIdentity] | None = None,
+        event_hash: Callable[[bytes], int] = event_hash_of,
     ) -> None:
         """``model_name``: by which the registry, and so an index, knows our model; empty: by none. ``shares``: which
         ranks of an engine of another tensor-parallel size have our pages together. ``common``: our pages as engines of
-        another kind have them; None: those are not asked."""
+        another kind have them; None: those are not asked. ``event_hash``: by which our own events name a page."""
         self._ref = ref
         self._model = model
         self._layout = layout
@@ -77,6 +78,9 @@ class Holders:
         self._common = common
         # Addresses of those that refused our own identity: another kind, which may know the common order.
         self._of_other_kind: set[str] = set()
+        # Of those that answered to it: what an index says of our hashes is true of them.
+        self._of_own_kind: set[str] = set()
+        self._event_hash = event_hash
         self._config = config
         self._channels = ChannelPool(open_channel)
         # Calls under way, by address; and the registry that is read.
@@ -106,8 +110,17 @@ class Holders:
         found = [each for each in known if each.address not in without and not self._is_silent(each)]
         random.shuffle(found)
         if indexed is not None:
-            found = indexed.best_first(found)
+            found = indexed.best_first(found, self._has_other_names)
         return found[: self._config.holders]
+
+    def _has_other_names(self, holder: Holder) -> bool | None:
+        """False of those whose names we have: our own, and the common ones where ours are others. An engine of another
+        kind has names that only it can tell, where ours are the common ones. None: its kind is not known yet."""
+        if self._common is None or not isinstance(self._common[0].names, SameNames):
+            return False
+        if holder.common:
+            return True
+        return False if holder.address in self._of_own_kind else None
 
     def _is_silent(self, holder: Holder) -> bool:
         return any(each.address in self.silent for each in (holder, *holder.others))
@@ -122,13 +135,21 @@ class Holders:
         """The candidate with most leading pages; None where nobody has one, or nobody answers.
         ``without``: addresses that are not asked; ``only``: names or addresses of those that are. Whoever names them
         knows already who has the prompt: no index is asked."""
-        indexed = None if only is not None or self._index is None else await self._index.ask(hashes, timeout)
-        holders = self.candidates(without, only, indexed)
         named = {False: wire.hashes_to_pb(hashes), True: await self._common_names(hashes)}
+        indexed = (
+            None if only is not None or self._index is None else await self._index.ask(self._events(named), timeout)
+        )
+        holders = self.candidates(without, only, indexed)
         seconds = min(timeout, self._config.answer_timeout)
         found = await asyncio.gather(*(self._count_at(each, named, seconds) for each in holders))
         best = max(found, key=lambda each: each.pages, default=None)
         return best if best is not None and best.pages else None
+
+    def _events(self, named: Mapping[bool, Sequence[bytes]]) -> list[list[int]]:
+        """The names of a prompt's pages, our own and the common ones, by which events tell of them."""
+        own = [self._event_hash(each) for each in named[False]]
+        common = [event_hash_of(each) for each in named[True]]
+        return [own, common] if common and common != own[: len(common)] else [own]
 
     async def lend(
         self, found: Found, prompt: Sequence[str], first: int, count: int, room: int, timeout: float
@@ -204,15 +225,19 @@ class Holders:
         engine, before = self._mirror.engine(name), self._engines.pop(name, None)
         old = {} if before is None else {row.endpoints.grpc: row.ref for row in before.rows}
         if engine is None:
-            self._of_other_kind.difference_update(old)
+            self._forget_kinds(old)
             return
         now = self._engines[name] = engine_from_pb(engine, self._pools)
-        self._of_other_kind.difference_update(old.keys() - {row.endpoints.grpc for row in now.rows})
+        self._forget_kinds(old.keys() - {row.endpoints.grpc for row in now.rows})
         self._say_unlike(now)
         for row in now.rows:
             if old.get(row.endpoints.grpc) != row.ref:
                 self.silent.forget(row.endpoints.grpc)
-                self._of_other_kind.discard(row.endpoints.grpc)
+                self._forget_kinds([row.endpoints.grpc])
+
+    def _forget_kinds(self, addresses: Iterable[str]) -> None:
+        self._of_other_kind.difference_update(addresses)
+        self._of_own_kind.difference_update(addresses)
 
     def _say_unlike(self, engine: ResolvedEngine) -> None:
         """One of our model that lends, and is never asked."""
@@ -319,11 +344,13 @@ class Holders:
             answer = await self._call(holder, "CountPages", request, seconds)
         except KvGrpcError as error:
             if self._is_of_other_kind(holder, error):
-                self._of_other_kind.add(holder.address)
+                _note_kind(self._of_other_kind, holder)
                 return await self._count_one(replace(holder, common=True), hashes, seconds)
             text = f"{holder.engine} at {holder.address} does not say what it has: {one_line(str(error))}"
             self._lines.warning(f"holder {holder.address}", text)
             return Found(holder, 0, name)
+        if not holder.common:
+            _note_kind(self._of_own_kind, holder)
         return Found(holder, min(int(answer.host_pages), len(named)), name)
 
     def _is_of_other_kind(self, holder: Holder, refused: KvGrpcError) -> bool:
@@ -357,7 +384,8 @@ class Holders:
             raise
         finally:
             self._in_use[address] -= 1
-            self._channels.trim(+self._in_use)
+            self._in_use = +self._in_use  # else each address that ever was stays, with a count of 0
+            self._channels.trim(self._in_use)
 
     def _remember(self, holder: Holder, ref: RankRef, layout: Layout) -> None:
         of_cache, caches = alone(ref, layout)
@@ -366,6 +394,13 @@ class Holders:
         self._known[holder.sessions] = PrefillEngine(ref.rank.engine, caches, {of_cache.rank[1:]: target})
         if len(self._known) > _REMEMBERED:
             self._known.pop(next(iter(self._known)))
+
+
+def _note_kind(addresses: set[str], holder: Holder) -> None:
+    """An answer may come when its engine is gone, which nobody tells a second time: so there is a bound."""
+    if len(addresses) >= _REMEMBERED:
+        addresses.pop()
+    addresses.add(holder.address)
 
 
 def _lends(engine: ResolvedEngine) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvgrpc.errors import KvGrpcError
@@ -24,13 +25,19 @@ _log = logging.getLogger(__name__)
 class IndexAnswer:
     """Pages of a prompt that lie on the host or nearer, by engine and dp."""
 
-    pages: dict[tuple[str, int], int]
+    pages: Mapping[tuple[str, int], int]
 
-    def best_first(self, holders: Sequence[Holder]) -> list[Holder]:
-        """Those that have it, most pages first, then those whose events nobody reads; not those that lack it."""
+    def best_first(self, holders: Sequence[Holder], has_other_names: Callable[[Holder], bool | None]) -> list[Holder]:
+        """Those that have it, most pages first, then those of which the index cannot know; not those that lack it.
+        ``has_other_names``: for its pages, by which the index was not asked. None: nobody knows yet, so they are asked
+        where nobody else has the prompt, and then it is known."""
         has = [each for each in holders if self.pages.get((each.engine, each.dp))]
         has.sort(key=lambda each: -self.pages[each.engine, each.dp])
-        return [*has, *(each for each in holders if not each.tells)]
+        others = [each for each in holders if each not in has]
+        unknown = [each for each in others if not each.tells or has_other_names(each)]
+        if not has:
+            unknown += [each for each in others if each.tells and has_other_names(each) is None]
+        return [*has, *unknown]
 
 
 class IndexedHolders:
@@ -47,13 +54,13 @@ class IndexedHolders:
         self._silent = SilentHolders()
         self._lines = RateLimited(_log)
 
-    async def ask(self, hashes: Sequence[str], timeout: float) -> IndexAnswer | None:
-        """Never raises KvGrpcError."""
+    async def ask(self, prompts: Collection[Sequence[int]], timeout: float) -> IndexAnswer | None:
+        """``prompts``: one prompt in the hashes of each kind of engine. Never raises KvGrpcError."""
         if self._address in self._silent:
             return None
-        values = [hash_key(sglang_event_hash(bytes.fromhex(each))) for each in hashes]
-        prompt = pb.ScorePrompt(block_hashes=pb.BlockHashes(values=values), model=self._model)
-        request = pb.ScoreRequest(prompts=[prompt])
+        request = pb.ScoreRequest()
+        for values in prompts:
+            request.prompts.add(block_hashes=pb.BlockHashes(values=values), model=self._model)
         try:
             with domain_errors(self._address, "the index"):
                 stub = IndexServiceStub(self._channels.get(self._address))
@@ -63,5 +70,12 @@ class IndexedHolders:
             self._lines.warning("index", f"holders are looked for at the registry alone: {one_line(str(error))}")
             return None
         self._silent.forget(self._address)
-        (scores,) = answer.prompts
-        return IndexAnswer({(each.engine, each.dp): each.host_blocks for each in scores.scores})
+        pages = Counter[tuple[str, int]]()
+        for scores in answer.prompts:
+            pages |= Counter({(each.engine, each.dp): each.host_blocks for each in scores.scores})
+        return IndexAnswer(pages)
+
+
+def event_hash_of(page_hash: bytes) -> int:
+    """The number by which events of SGLang and of kvgrpc's own caches name a page."""
+    return hash_key(sglang_event_hash(page_hash))

@@ -18,12 +18,14 @@ from kvgrpc.errors import PeerUnreachable, ServerDraining
 from kvgrpc.model import EngineLoad, ModelIdentity, RankId, RankRef
 from kvgrpc.net import advertised, joined, split
 from kvgrpc.pull.book import PullBook
+from kvgrpc.pull.forms import page_forms
 from kvgrpc.pull.heads import moves
 from kvgrpc.pull.lending.lender import Lender, LentPages
 from kvgrpc.pull.lending.servicer import PullServicer
 from kvgrpc.pull.model import Found, Holder, Lent, PullConfig, alone
 from kvgrpc.pull.staging import StagedMemory, StagedShares, Staging
 from kvgrpc.pull.taking.holders import Holders
+from kvgrpc.pull.taking.indexed import event_hash_of
 from kvgrpc.pull.taking.peers import PeersBackend
 from kvgrpc.pull.taking.taker import Taker
 from kvgrpc.rpc.dialing.channel import open_channel
@@ -95,12 +97,16 @@ class CachePeer:
         staging = Staging(self.plane, pull.staging_pages, lends.page_bytes, lends.page_tokens, lends.dtype)
         self.book = PullBook(lends.page_bytes)
         self._page_tokens, self._page_bytes = lends.page_tokens, lends.page_bytes
+        self._page_forms = page_forms(lends.keys.identity, lends.shares, lends.common)
         self._staging = staging
         self._keys, identity = lends.keys, lends.keys.identity
         model = replace(config.model, name=config.model.name or identity.model)
         name, shares = config.model.name, lends.shares
         common = None if lends.common is None else (lends.common, lends.common.identity(identity))
-        self._holders = Holders(ref, config.layout, model, identity, pull, self._open_channel, name, shares, common)
+        told_as = lends.event_hash or event_hash_of
+        self._holders = Holders(
+            ref, config.layout, model, identity, pull, self._open_channel, name, shares, common, told_as
+        )
         self._transfer = _transfer_config(config, ref, staging, model)
         self._sending = PrefillManager(self._transfer, self.plane, self._loop)
         axes = None if lends.common is None else lends.common.axes
@@ -126,6 +132,7 @@ class CachePeer:
             lent_pulls=lent,
             taken_pulls=taken,
             pull_rates=self.book.rates(),
+            page_forms=self._page_forms,
         )
 
     async def open(self) -> None:

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvgrpc.prefetch.model import OperationState
+from kvgrpc.client import SyncClient
+from kvgrpc.events.log.digest import hash_key
+from kvgrpc.hashing import sglang_event_hash
+from kvgrpc.prefetch.model import OperationKind, OperationState
 from kvgrpc.prefetch.pools.host import Bytes
 from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
 from kvgrpc.pull.common import CommonPages
+from kvgrpc.server import IndexServer
 from kvgrpc.server.cache import lent
+from kvgrpc.v1 import index_service_pb2 as index_pb
 from tests.support.cache_serving import CacheRank, hashes_of, prompt
-from tests.support.pull_fleet import PullFleet, candidates_of, nothing_is_lent, peer_of, pulled
+from tests.support.pull_fleet import PULL, PullFleet, candidates_of, forms_of, nothing_is_lent, peer_of, pulled
 from tests.support.waiting import wait_until
 
 ONE_PIECE, TOKENS_FIRST = HostLayout.PAGE_FIRST_DIRECT, HostLayout.PAGE_FIRST
 LAYERS, TOKENS, HEADS, HEAD_BYTES = 3, 4, 2, 16
+EVENTS: dict[str, Any] = {"events": {"publisher": "null"}}
 
 
-def pair(fleet: PullFleet, holder: HostLayout, taker: HostLayout, **of_holder: Any) -> tuple[CacheRank, CacheRank]:
-    found = fleet.open("holder", host_layout=holder, **of_holder), fleet.open("taker", host_layout=taker)
+def pair(
+    fleet: PullFleet, holder: HostLayout, taker: HostLayout, *, of_taker: Any = None, **of_holder: Any
+) -> tuple[CacheRank, CacheRank]:
+    found = (
+        fleet.open("holder", host_layout=holder, **of_holder),
+        fleet.open("taker", host_layout=taker, **(of_taker or {})),
+    )
     wait_until(lambda: bool(candidates_of(found[1])), 10.0)
     return found
 
@@ -64,6 +75,7 @@ def test_pages_of_another_order_arrive_in_ours(fleet: PullFleet, holder: HostLay
     hashes = hashes_of(prompt(14))
     fill(has, hashes)
     fill(takes, hashes[:3])
+    assert len(forms_of(has) & forms_of(takes)) == 1
     assert pulled(takes, hashes).completed == 14
     assert_has(takes, hashes)
     wait_until(lambda: nothing_is_lent(has), 10.0)
@@ -121,6 +133,89 @@ def test_pages_of_another_name_are_taken_as_far_as_it_is_known(
     assert_has(takes, hashes[:9], of_taker[:9])
 
 
+@pytest.fixture
+def index(fleet: PullFleet) -> Iterator[SyncClient]:
+    server = IndexServer(["127.0.0.1:0"], registry=fleet.registry).open()
+    with SyncClient(server.address) as client:
+        yield client
+    server.close()
+
+
+def events_of(hashes: Sequence[str]) -> index_pb.ScorePrompt:
+    values = [hash_key(sglang_event_hash(bytes.fromhex(each))) for each in hashes]
+    return index_pb.ScorePrompt(block_hashes=index_pb.BlockHashes(values=values))
+
+
+def test_a_plan_that_is_asked_for_in_the_words_of_both_kinds_is_done(
+    fleet: PullFleet, other_names: Callable[[OtherNames], None], index: SyncClient
+) -> None:
+    """The holder is busy and names pages in its own way; the taker has the first of them by the common names."""
+    tokens = prompt(12)
+    hashes = hashes_of(tokens)
+    other_names(OtherNames([hashes]))
+    has, takes = pair(fleet, TOKENS_FIRST, ONE_PIECE, **EVENTS, of_taker=EVENTS)
+    own = [hashlib.sha256(each.encode()).hexdigest() for each in hashes]
+    fill(has, hashes, own)
+    fill(takes, hashes[:3])
+    has.rank.load.say(prefill_tokens_per_second=1.0, waiting_tokens=1_000)
+    takes.rank.load.say(prefill_tokens_per_second=1.0)
+    request = index_pb.PlanRequest(max_placements=2)
+    by_tokens = index_pb.ScorePrompt(sglang=index_pb.SglangPrompt(token_ids=tokens))
+    asked = request.prompts.add(prompt=by_tokens, other_kinds=[events_of(own)])
+
+    def blocks() -> list[tuple[str, int, int]]:
+        (plan,) = index.plan(request).plans
+        return [(each.engine, each.host_blocks, each.pull.blocks) for each in plan.placements]
+
+    wait_until(lambda: blocks() == [("taker", 3, 9), ("holder", 12, 0)], 20.0)
+    del asked.other_kinds[:]
+    assert blocks() == [("taker", 3, 0), ("holder", 0, 3)], "asked in the words of one kind"
+    row = takes.start(OperationKind.PREFETCH, hashes)
+    assert row.wait(30.0)
+    assert_has(takes, hashes)
+
+
+def test_an_index_knows_nothing_of_a_kind_that_it_was_not_asked_about(
+    fleet: PullFleet, other_names: Callable[[OtherNames], None], index: SyncClient
+) -> None:
+    """The taker cannot compute the holder's own hashes: that the index finds none of its own there proves nothing."""
+    hashes = hashes_of(prompt(12))
+    other_names(OtherNames([hashes]))
+    settings = {"pull": replace(PULL, index=index.address), **EVENTS}
+    has, takes = pair(fleet, TOKENS_FIRST, ONE_PIECE, **EVENTS, of_taker=settings)
+    fill(has, hashes, [hashlib.sha256(each.encode()).hexdigest() for each in hashes])
+    wait_until(lambda: sum(block.blocks for each in index.list_sources() for block in each.blocks) == 12, 20.0)
+    assert pulled(takes, hashes).completed == 12
+
+
+def test_an_index_is_asked_by_the_common_names_too(
+    fleet: PullFleet,
+    other_names: Callable[[OtherNames], None],
+    index: SyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A taker that has a prompt's common names finds holders of the other kind in the index, and asks no others."""
+    hashes = hashes_of(prompt(12))
+    other_names(OtherNames([hashes]))
+    settings = {"pull": replace(PULL, index=index.address), **EVENTS}
+    has, takes = pair(fleet, ONE_PIECE, TOKENS_FIRST, **EVENTS, of_taker=settings)
+    lacks = fleet.open("lacks", host_layout=ONE_PIECE, **EVENTS)
+    wait_until(lambda: len(candidates_of(takes)) == 2)
+    fill(has, hashes)
+    wait_until(lambda: sum(block.blocks for each in index.list_sources() for block in each.blocks) == 12, 20.0)
+    counted = list[Any]()
+
+    def count(request: Any, common: bool) -> int:
+        counted.append(request)
+        return 0
+
+    monkeypatch.setattr(peer_of(lacks).servicer, "_count_leading", count)
+    own = [hashlib.sha256(each.encode()).hexdigest() for each in hashes]
+    assert pulled(takes, own).completed == 12
+    assert_has(takes, hashes, own)
+    assert not counted
+
+
 def test_a_prompt_whose_common_names_nobody_knows_is_not_asked_for(
     fleet: PullFleet, other_names: Callable[[OtherNames], None]
 ) -> None:
@@ -167,6 +262,7 @@ def test_what_cannot_be_had_is_refused_by_its_field(
         assert pulled(takes, hashes_of(prompt(6, asked))).state is OperationState.DECLINED
     assert f"does not say what it has: INVALID_REQUEST: identity.{field}: must be" in caplog.text
     assert nothing_is_lent(has)
+    assert forms_of(has).isdisjoint(forms_of(takes)), "and nobody plans it"
 
 
 def test_another_kind_is_asked_in_its_own_words_once(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> None:

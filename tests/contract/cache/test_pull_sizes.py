@@ -20,7 +20,7 @@ from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
 from kvgrpc.pull.model import PullConfig
 from kvgrpc.rpc.loop import LoopThread
 from tests.support.cache_serving import LIMITS, REPLICATED, CacheRank, bytes_of, hashes_of, prompt
-from tests.support.pull_fleet import PullFleet, candidates_of, lend, nothing_is_lent, peer_of
+from tests.support.pull_fleet import PullFleet, candidates_of, forms_of, lend, nothing_is_lent, peer_of
 from tests.support.waiting import wait_until
 
 HEADS, PAGE_TOKENS, LAYERS = 4, 4, 3
@@ -136,6 +136,7 @@ def test_pages_of_another_size_arrive_with_all_heads_in_their_place(
     hashes = hashes_of(prompt(14))
     holder.fill(hashes)
     taker.fill(hashes[:3])
+    assert {forms_of(rank) for rank in (*holder.ranks, *taker.ranks)} == {forms_of(taker.leader)}, "each can be planned"
     assert taker.pull(hashes) == (OperationState.DONE, 14)
     taker.has(hashes)
     wait_until(lambda: holder.is_quiet() and taker.is_quiet(), 10.0)
@@ -153,6 +154,7 @@ def test_pages_of_another_size_and_another_order_arrive_in_ours(engines: Engines
     holder = engines.engine("holder", holders, host_layout=HostLayout.PAGE_FIRST)
     taker = engines.engine("taker", takers, host_layout=ONE_PIECE)
     wait_until(lambda: all(candidates_of(rank) for rank in taker.ranks))
+    assert len(forms_of(holder.leader) & forms_of(taker.leader)) == 1
     hashes = hashes_of(prompt(12))
     holder.fill(hashes)
     assert taker.pull(hashes) == (OperationState.DONE, 12)

@@ -106,7 +106,7 @@ def test_a_longer_request_than_its_blocks_computes_more(pair: tuple[CacheRank, C
 
 
 def test_people_see_a_plan(
-    pair: tuple[CacheRank, CacheRank], index: SyncClient, capsys: pytest.CaptureFixture[str]
+    pair: tuple[CacheRank, CacheRank], index: SyncClient, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     named = [part for value in asked().prompt.block_hashes.values for part in ("--hash", str(value))]
     shown = []
@@ -115,6 +115,14 @@ def test_people_see_a_plan(
             main(["events", "plan", "-s", index.address, *named, *arguments])
         assert ended.value.code in (0, None)
         shown.append(capsys.readouterr().out)
+    (tmp_path / "prompt.json").write_text(json.dumps(prompt(12)))
+    both = ["--tokens", str(tmp_path / "prompt.json"), "--both-kinds", "--json"]
+    for command, code in ((both, (0, None)), ([*named, "--both-kinds"], (2,))):
+        with pytest.raises(SystemExit) as ended:
+            main(["events", "plan", "-s", index.address, *command])
+        assert ended.value.code in code
+        shown.append(capsys.readouterr().out)
+    assert json.loads(shown[2]) == json.loads(shown[1]), "by vLLM's hashes nobody has anything"
     assert "taker" in shown[0] and "holder" in shown[0] and "assumed" in shown[0]
     placements = json.loads(shown[1])["plans"][0]["placements"]
     assert placements[0]["pull"]["engine"] == "holder"
@@ -128,6 +136,13 @@ def test_people_see_a_plan(
         (pb.PlanRequest(prompts=[pb.PlanPrompt()]), "prompts[0].prompt.prefix"),
         (pb.PlanRequest(prompts=[asked(engines=["e"] * 1025)]), "prompts[0].engines"),
         (pb.PlanRequest(prompts=[asked(sources=["e"] * 1025)]), "prompts[0].sources"),
+        (pb.PlanRequest(prompts=[asked(other_kinds=[asked().prompt] * 4)]), "prompts[0].other_kinds"),
+        (pb.PlanRequest(prompts=[asked(other_kinds=[pb.ScorePrompt()])]), "prompts[0].other_kinds[0].prefix"),
+        (pb.PlanRequest(prompts=[asked(other_kinds=[pb.ScorePrompt(model="m")])]), "prompts[0].other_kinds[0].model"),
+        (
+            pb.PlanRequest(prompts=[asked(other_kinds=[pb.ScorePrompt(labels={"zone": "a"})])]),
+            "prompts[0].other_kinds[0].labels",
+        ),
     ],
 )
 def test_bad_input_is_refused_with_its_field(index: SyncClient, request_: pb.PlanRequest, field: str) -> None:

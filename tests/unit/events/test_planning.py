@@ -138,6 +138,66 @@ def test_what_cannot_be_lent_is_not_planned(other: Holding) -> None:
     assert taker.pull is None
 
 
+@dataclass
+class OfKinds(Caches):
+    """Of each cache the part that its own kind of hashes finds; by others it has nothing."""
+
+    kinds: Sequence[str]
+
+    def holdings(self, question: Question, wanted: Wanted, now: float) -> Sequence[Holding]:
+        asked = "mine" if question.chains[0][0] == 0 else "other"
+        nothing = Match(0, 0, 0, 0)
+        return [
+            each if kind == asked else each._replace(match=nothing, lendable=0)
+            for each, kind in zip(self.held, self.kinds, strict=True)
+        ]
+
+
+def test_engines_of_two_kinds_are_in_one_plan() -> None:
+    """Each counts by its own kind's hashes, at once the one that runs it and the one that lends."""
+    busy = replace(LOAD, waiting_tokens=10_000)
+    table: Any = OfKinds([holding("busy", 90, load=busy), holding("idle", 40)], ("mine", "other"))
+    both = PROMPT._replace(other_kinds=(Question({0: range(100, 200)}),))
+    (found,), (best, _) = (
+        Planner(table).plan([asked], 0.0, wanted=ANY)[0][:n] for asked, n in ((PROMPT, 1), (both, 2))
+    )
+    assert found.match.storage == 0 and found.pull is not None and found.pull.blocks == 90
+    assert (best.engine, best.match.storage) == ("idle", 40)
+    assert best.pull is not None and (best.pull.engine, best.pull.blocks, best.pull.host_blocks) == ("busy", 50, 90)
+
+
+def test_caches_that_say_what_their_pages_are_exchange_those_that_they_have_in_common() -> None:
+    """Pages of another kind may be as large and as long, and of no use; of another size they may be of use."""
+    busy = replace(LOAD, waiting_tokens=10_000, page_forms=(1, 2))
+
+    def pulled(load: EngineLoad) -> tuple[int, int] | None:
+        at = next(
+            each
+            for each in placed(holding("busy", 90, load=busy), holding("taker", load=load))
+            if each.engine == "taker"
+        )
+        return None if at.pull is None else (at.pull.blocks, at.pull.nbytes)
+
+    assert pulled(replace(LOAD, page_forms=(3,))) is None
+    assert pulled(replace(LOAD, page_forms=(3, 2))) == (90, 90_000_000)
+    assert pulled(replace(LOAD, page_forms=(1,), page_bytes=500_000)) == (90, 45_000_000), "half of the heads"
+    assert pulled(LOAD) == (90, 90_000_000), "it did not say"
+    assert pulled(replace(LOAD, page_forms=(2,), page_tokens=32)) is None
+
+
+def test_pages_of_several_blocks_are_lent_whole() -> None:
+    """Both have pages of 64 tokens; one has blocks of 16 on its device, and events tell of these."""
+    large = replace(LOAD, page_tokens=64, page_bytes=4_000_000)
+    busy = replace(large, waiting_tokens=10_000)
+    small = holding("small", 13, load=busy)
+    best = placed(small, holding("large", load=large)._replace(page_tokens=64, blocks=25))[0]
+    assert best.pull is not None and (best.pull.host_blocks, best.pull.blocks, best.pull.nbytes) == (3, 3, 12_000_000)
+    best = placed(holding("large", 20, load=busy)._replace(page_tokens=64, blocks=25), holding("small", 6, load=large))[
+        0
+    ]
+    assert best.pull is not None and (best.pull.host_blocks, best.pull.blocks, best.pull.nbytes) == (80, 74, 76_000_000)
+
+
 def test_engines_that_were_named_alone_run_it_or_lend() -> None:
     held = (holding("a", 90), holding("b", 80), holding("c"))
     assert [each.engine for each in placed(*held, asked=PROMPT._replace(engines={"c"}))] == ["c"]

@@ -931,7 +931,10 @@ type EngineLoad struct {
 	// Pulls to this rank that are in flight.
 	TakenPulls uint32 `protobuf:"varint,6,opt,name=taken_pulls,json=takenPulls,proto3" json:"taken_pulls,omitempty"`
 	// What pulls to this rank came to, from its question to its cache; newest first, at most 64.
-	PullRates     []*PullRate `protobuf:"bytes,7,rep,name=pull_rates,json=pullRates,proto3" json:"pull_rates,omitempty"`
+	PullRates []*PullRate `protobuf:"bytes,7,rep,name=pull_rates,json=pullRates,proto3" json:"pull_rates,omitempty"`
+	// What the pages of its host cache are to other caches, at most 8 digests: two that have one in common exchange pages,
+	// whatever their kinds and tensor-parallel sizes. Empty: not told, and pages as large and as long are taken for alike.
+	PageForms     []uint64 `protobuf:"fixed64,8,rep,packed,name=page_forms,json=pageForms,proto3" json:"page_forms,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1011,6 +1014,13 @@ func (x *EngineLoad) GetTakenPulls() uint32 {
 func (x *EngineLoad) GetPullRates() []*PullRate {
 	if x != nil {
 		return x.PullRates
+	}
+	return nil
+}
+
+func (x *EngineLoad) GetPageForms() []uint64 {
+	if x != nil {
+		return x.PageForms
 	}
 	return nil
 }
@@ -1138,7 +1148,7 @@ const file_kvgrpc_v1_common_proto_rawDesc = "" +
 	"retryAfter\x1a;\n" +
 	"\rMetadataEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xaa\x02\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xcd\x02\n" +
 	"\n" +
 	"EngineLoad\x129\n" +
 	"\x19prefill_tokens_per_second\x18\x01 \x01(\x01R\x16prefillTokensPerSecond\x12)\n" +
@@ -1152,7 +1162,9 @@ const file_kvgrpc_v1_common_proto_rawDesc = "" +
 	"\vtaken_pulls\x18\x06 \x01(\rR\n" +
 	"takenPulls\x122\n" +
 	"\n" +
-	"pull_rates\x18\a \x03(\v2\x13.kvgrpc.v1.PullRateR\tpullRates\"L\n" +
+	"pull_rates\x18\a \x03(\v2\x13.kvgrpc.v1.PullRateR\tpullRates\x12!\n" +
+	"\n" +
+	"page_forms\x18\b \x03(\x06B\x020\x01R\tpageForms\"L\n" +
 	"\bPullRate\x12\x16\n" +
 	"\x06engine\x18\x01 \x01(\tR\x06engine\x12(\n" +
 	"\x10bytes_per_second\x18\x02 \x01(\x01R\x0ebytesPerSecond*_\n" +

@@ -1497,7 +1497,10 @@ type PlanPrompt struct {
 	// Engines that could run it, at most 1,024; empty: all that are followed, of this model.
 	Engines []string `protobuf:"bytes,3,rep,name=engines,proto3" json:"engines,omitempty"`
 	// Engines that may lend; empty: all.
-	Sources       []string `protobuf:"bytes,4,rep,name=sources,proto3" json:"sources,omitempty"`
+	Sources []string `protobuf:"bytes,4,rep,name=sources,proto3" json:"sources,omitempty"`
+	// The same beginning as engines of other kinds hash it, at most 3: SGLang and vLLM know one prompt by unlike hashes. Of
+	// each cache counts what it has by those of which it has most. No model and no labels, or those of prompt.
+	OtherKinds    []*ScorePrompt `protobuf:"bytes,5,rep,name=other_kinds,json=otherKinds,proto3" json:"other_kinds,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1556,6 +1559,13 @@ func (x *PlanPrompt) GetEngines() []string {
 func (x *PlanPrompt) GetSources() []string {
 	if x != nil {
 		return x.Sources
+	}
+	return nil
+}
+
+func (x *PlanPrompt) GetOtherKinds() []*ScorePrompt {
+	if x != nil {
+		return x.OtherKinds
 	}
 	return nil
 }
@@ -1831,7 +1841,7 @@ type PlannedPull struct {
 	Engine string `protobuf:"bytes,1,opt,name=engine,proto3" json:"engine,omitempty"`
 	// Which independent KV cache of it.
 	Dp uint32 `protobuf:"varint,2,opt,name=dp,proto3" json:"dp,omitempty"`
-	// Leading blocks that lie on its host: what a cache lends.
+	// Leading blocks that lie on its host, in whole pages: what a cache lends. In blocks of the taker's.
 	HostBlocks uint32 `protobuf:"varint,3,opt,name=host_blocks,json=hostBlocks,proto3" json:"host_blocks,omitempty"`
 	// Blocks of these that the taker lacks.
 	Blocks uint32 `protobuf:"varint,4,opt,name=blocks,proto3" json:"blocks,omitempty"`
@@ -2076,13 +2086,15 @@ const file_kvgrpc_v1_index_service_proto_rawDesc = "" +
 	"\aprompts\x18\x01 \x03(\v2\x15.kvgrpc.v1.PlanPromptR\aprompts\x12\x18\n" +
 	"\areserve\x18\x02 \x01(\bR\areserve\x12%\n" +
 	"\x0emax_placements\x18\x03 \x01(\rR\rmaxPlacements\x12>\n" +
-	"\rmax_staleness\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\fmaxStaleness\"\x88\x01\n" +
+	"\rmax_staleness\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\fmaxStaleness\"\xc1\x01\n" +
 	"\n" +
 	"PlanPrompt\x12.\n" +
 	"\x06prompt\x18\x01 \x01(\v2\x16.kvgrpc.v1.ScorePromptR\x06prompt\x12\x16\n" +
 	"\x06tokens\x18\x02 \x01(\rR\x06tokens\x12\x18\n" +
 	"\aengines\x18\x03 \x03(\tR\aengines\x12\x18\n" +
-	"\asources\x18\x04 \x03(\tR\asources\";\n" +
+	"\asources\x18\x04 \x03(\tR\asources\x127\n" +
+	"\vother_kinds\x18\x05 \x03(\v2\x16.kvgrpc.v1.ScorePromptR\n" +
+	"otherKinds\";\n" +
 	"\fPlanResponse\x12+\n" +
 	"\x05plans\x18\x01 \x03(\v2\x15.kvgrpc.v1.PromptPlanR\x05plans\"Z\n" +
 	"\n" +
@@ -2203,26 +2215,27 @@ var file_kvgrpc_v1_index_service_proto_depIdxs = []int32{
 	18, // 21: kvgrpc.v1.PlanRequest.prompts:type_name -> kvgrpc.v1.PlanPrompt
 	25, // 22: kvgrpc.v1.PlanRequest.max_staleness:type_name -> google.protobuf.Duration
 	6,  // 23: kvgrpc.v1.PlanPrompt.prompt:type_name -> kvgrpc.v1.ScorePrompt
-	20, // 24: kvgrpc.v1.PlanResponse.plans:type_name -> kvgrpc.v1.PromptPlan
-	21, // 25: kvgrpc.v1.PromptPlan.placements:type_name -> kvgrpc.v1.Placement
-	22, // 26: kvgrpc.v1.Placement.pull:type_name -> kvgrpc.v1.PlannedPull
-	25, // 27: kvgrpc.v1.Placement.queue_time:type_name -> google.protobuf.Duration
-	25, // 28: kvgrpc.v1.Placement.compute_time:type_name -> google.protobuf.Duration
-	25, // 29: kvgrpc.v1.Placement.first_token_time:type_name -> google.protobuf.Duration
-	25, // 30: kvgrpc.v1.Placement.first_token_time_without_pull:type_name -> google.protobuf.Duration
-	27, // 31: kvgrpc.v1.Placement.load:type_name -> kvgrpc.v1.EngineLoad
-	25, // 32: kvgrpc.v1.PlannedPull.time:type_name -> google.protobuf.Duration
-	7,  // 33: kvgrpc.v1.IndexService.Score:input_type -> kvgrpc.v1.ScoreRequest
-	17, // 34: kvgrpc.v1.IndexService.Plan:input_type -> kvgrpc.v1.PlanRequest
-	12, // 35: kvgrpc.v1.IndexService.ListSources:input_type -> kvgrpc.v1.ListSourcesRequest
-	8,  // 36: kvgrpc.v1.IndexService.Score:output_type -> kvgrpc.v1.ScoreResponse
-	19, // 37: kvgrpc.v1.IndexService.Plan:output_type -> kvgrpc.v1.PlanResponse
-	13, // 38: kvgrpc.v1.IndexService.ListSources:output_type -> kvgrpc.v1.ListSourcesResponse
-	36, // [36:39] is the sub-list for method output_type
-	33, // [33:36] is the sub-list for method input_type
-	33, // [33:33] is the sub-list for extension type_name
-	33, // [33:33] is the sub-list for extension extendee
-	0,  // [0:33] is the sub-list for field type_name
+	6,  // 24: kvgrpc.v1.PlanPrompt.other_kinds:type_name -> kvgrpc.v1.ScorePrompt
+	20, // 25: kvgrpc.v1.PlanResponse.plans:type_name -> kvgrpc.v1.PromptPlan
+	21, // 26: kvgrpc.v1.PromptPlan.placements:type_name -> kvgrpc.v1.Placement
+	22, // 27: kvgrpc.v1.Placement.pull:type_name -> kvgrpc.v1.PlannedPull
+	25, // 28: kvgrpc.v1.Placement.queue_time:type_name -> google.protobuf.Duration
+	25, // 29: kvgrpc.v1.Placement.compute_time:type_name -> google.protobuf.Duration
+	25, // 30: kvgrpc.v1.Placement.first_token_time:type_name -> google.protobuf.Duration
+	25, // 31: kvgrpc.v1.Placement.first_token_time_without_pull:type_name -> google.protobuf.Duration
+	27, // 32: kvgrpc.v1.Placement.load:type_name -> kvgrpc.v1.EngineLoad
+	25, // 33: kvgrpc.v1.PlannedPull.time:type_name -> google.protobuf.Duration
+	7,  // 34: kvgrpc.v1.IndexService.Score:input_type -> kvgrpc.v1.ScoreRequest
+	17, // 35: kvgrpc.v1.IndexService.Plan:input_type -> kvgrpc.v1.PlanRequest
+	12, // 36: kvgrpc.v1.IndexService.ListSources:input_type -> kvgrpc.v1.ListSourcesRequest
+	8,  // 37: kvgrpc.v1.IndexService.Score:output_type -> kvgrpc.v1.ScoreResponse
+	19, // 38: kvgrpc.v1.IndexService.Plan:output_type -> kvgrpc.v1.PlanResponse
+	13, // 39: kvgrpc.v1.IndexService.ListSources:output_type -> kvgrpc.v1.ListSourcesResponse
+	37, // [37:40] is the sub-list for method output_type
+	34, // [34:37] is the sub-list for method input_type
+	34, // [34:34] is the sub-list for extension type_name
+	34, // [34:34] is the sub-list for extension extendee
+	0,  // [0:34] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_index_service_proto_init() }

@@ -23,6 +23,8 @@ const MAX_PROMPTS: usize = 1024;
 const MAX_PLAN_PROMPTS: usize = 256;
 const MAX_BLOCKS: usize = 65_536;
 const MAX_ENGINES: usize = 1024;
+/// Ways to hash one prompt.
+const MAX_OTHER_KINDS: usize = 3;
 /// A rank has no more.
 const MAX_LABELS: usize = 16;
 const MAX_NOT_FOLLOWED: usize = 100;
@@ -118,8 +120,14 @@ impl IndexService for Index {
         let mut questions = Vec::with_capacity(request.prompts.len());
         for (at, each) in request.prompts.into_iter().enumerate() {
             let question = question(each.prompt.unwrap_or_default(), &format!("prompts[{at}].prompt"), &mut left)?;
+            let mut other_kinds = Vec::with_capacity(each.other_kinds.len());
+            for (number, prompt) in each.other_kinds.into_iter().enumerate() {
+                let other = self::question(prompt, &format!("prompts[{at}].other_kinds[{number}]"), &mut left)?;
+                let (model, labels) = (question.model.clone(), question.labels.clone());
+                other_kinds.push(Question { model, labels, ..other });
+            }
             let (tokens, engines, sources) = (each.tokens.into(), each.engines, each.sources);
-            questions.push(PlanQuestion { question, tokens, engines, sources });
+            questions.push(PlanQuestion { question, tokens, engines, sources, other_kinds });
         }
         let mut plans = Vec::with_capacity(questions.len());
         let mut planning = self.index.begin_plan(staleness, request.reserve);
@@ -282,6 +290,26 @@ fn check_plan(request: &pb::PlanRequest) -> Result<(), Status> {
                 let (field, value) = (format!("prompts[{at}].{name}"), format!("{} names", named.len()));
                 return Err(invalid(&field, &value, &format!("at most {MAX_ENGINES}")));
             }
+        }
+        check_other_kinds(each, &format!("prompts[{at}].other_kinds"))?;
+    }
+    Ok(())
+}
+
+/// They are one prompt, for the same caches.
+fn check_other_kinds(asked: &pb::PlanPrompt, field: &str) -> Result<(), Status> {
+    let (others, nothing) = (&asked.other_kinds, ScorePrompt::default());
+    if others.len() > MAX_OTHER_KINDS {
+        return Err(invalid(field, &format!("{} of them", others.len()), &format!("at most {MAX_OTHER_KINDS}")));
+    }
+    let first = asked.prompt.as_ref().unwrap_or(&nothing);
+    for (at, other) in others.iter().enumerate() {
+        if !other.model.is_empty() && other.model != first.model {
+            let rule = format!("empty, or '{}' as of prompt", first.model);
+            return Err(invalid(&format!("{field}[{at}].model"), &format!("'{}'", other.model), &rule));
+        }
+        if !other.labels.is_empty() && other.labels != first.labels {
+            return Err(invalid(&format!("{field}[{at}].labels"), "others", "none, or those of prompt"));
         }
     }
     Ok(())

@@ -393,6 +393,10 @@ pub struct EngineLoad {
     /// What pulls to this rank came to, from its question to its cache; newest first, at most 64.
     #[prost(message, repeated, tag = "7")]
     pub pull_rates: ::prost::alloc::vec::Vec<PullRate>,
+    /// What the pages of its host cache are to other caches, at most 8 digests: two that have one in common exchange pages,
+    /// whatever their kinds and tensor-parallel sizes. Empty: not told, and pages as large and as long are taken for alike.
+    #[prost(fixed64, repeated, tag = "8")]
+    pub page_forms: ::prost::alloc::vec::Vec<u64>,
 }
 /// How quickly pages come from one engine to another one.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -1835,6 +1839,10 @@ pub struct PlanPrompt {
     /// Engines that may lend; empty: all.
     #[prost(string, repeated, tag = "4")]
     pub sources: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// The same beginning as engines of other kinds hash it, at most 3: SGLang and vLLM know one prompt by unlike hashes. Of
+    /// each cache counts what it has by those of which it has most. No model and no labels, or those of prompt.
+    #[prost(message, repeated, tag = "5")]
+    pub other_kinds: ::prost::alloc::vec::Vec<ScorePrompt>,
 }
 /// Response of Plan.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -1908,7 +1916,7 @@ pub struct PlannedPull {
     /// Which independent KV cache of it.
     #[prost(uint32, tag = "2")]
     pub dp: u32,
-    /// Leading blocks that lie on its host: what a cache lends.
+    /// Leading blocks that lie on its host, in whole pages: what a cache lends. In blocks of the taker's.
     #[prost(uint32, tag = "3")]
     pub host_blocks: u32,
     /// Blocks of these that the taker lacks.

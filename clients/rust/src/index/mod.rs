@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use tokio::task::JoinHandle;
 
 use crate::index::discovery::{begin, Shared};
-use crate::index::planning::{placements, Given, PlanId, Planner};
+use crate::index::planning::{keep_most, placements, Given, PlanId, Planner};
 use crate::pb::{self, IndexSourceState as State};
 use crate::{Dialer, Error};
 
@@ -241,7 +241,11 @@ impl Planning<'_> {
     /// Where to run the next request, the best first. What this gives an engine counts for the one after it.
     pub fn place(&mut self, asked: &PlanQuestion) -> Result<Vec<pb::Placement>, ModelNeeded> {
         let table = self.index.shared.table.read();
-        let found = placements(asked, &table.holdings(&asked.question, self.max_staleness, self.now)?, &self.given);
+        let mut held = table.holdings(&asked.question, self.max_staleness, self.now)?;
+        for other in &asked.other_kinds {
+            keep_most(&mut held, table.holdings(other, self.max_staleness, self.now)?);
+        }
+        let found = placements(asked, &held, &self.given);
         drop(table);
         if let Some(best) = found.first() {
             self.given.add(best);

@@ -20,6 +20,7 @@ const RESERVED: Duration = Duration::from_millis(1500);
 const SOURCES_LOOKED_AT: usize = 8;
 const LONGEST_SECONDS: f64 = 1e9;
 const MAX_PULL_RATES: usize = 64;
+const MAX_PAGE_FORMS: usize = 8;
 
 /// One request that is to be placed.
 #[derive(Debug, Clone, Default)]
@@ -32,6 +33,8 @@ pub struct PlanQuestion {
     pub engines: Vec<String>,
     /// Engines that may lend; none: all.
     pub sources: Vec<String>,
+    /// The same beginning as engines of other kinds hash it, for the same model and labels.
+    pub other_kinds: Vec<Question>,
 }
 
 /// What one cache has of a request.
@@ -51,6 +54,20 @@ impl Holding<'_> {
     fn anywhere(&self) -> usize {
         self.ends[REACHES - 1]
     }
+
+    fn tokens(&self) -> u64 {
+        self.anywhere() as u64 * u64::from(self.page_tokens)
+    }
+}
+
+/// Of each cache what it has by those hashes of which it has most: of another kind's it has none.
+pub(crate) fn keep_most<'a>(held: &mut [Holding<'a>], others: Vec<Holding<'a>>) {
+    let mut others: HashMap<&CacheKey, Holding> = others.into_iter().map(|each| (each.key, each)).collect();
+    for each in held {
+        if let Some(other) = others.remove(each.key).filter(|other| other.tokens() > each.tokens()) {
+            *each = other;
+        }
+    }
 }
 
 /// Whatever a rank says, no number is one that cannot be calculated with.
@@ -58,6 +75,7 @@ pub(crate) fn calculable(mut load: pb::EngineLoad) -> pb::EngineLoad {
     let rate = |value: f64| if value > 0.0 { value.min(1e18) } else { 0.0 };
     load.prefill_tokens_per_second = rate(load.prefill_tokens_per_second);
     load.pull_rates.truncate(MAX_PULL_RATES);
+    load.page_forms.truncate(MAX_PAGE_FORMS);
     for each in &mut load.pull_rates {
         each.bytes_per_second = rate(each.bytes_per_second);
     }
@@ -222,23 +240,21 @@ fn place(
 /// None where the source has nothing more, or its pages are other ones.
 fn pull(at: &Holding, source: &Holding, given: &Given, usual: f64) -> Option<pb::PlannedPull> {
     let (load, lends) = (at.load?, source.load?);
-    if source.key.engine == at.key.engine || source.lendable <= at.anywhere() || load.page_bytes == 0 {
+    let (page, block) = (u64::from(load.page_tokens), u64::from(at.page_tokens));
+    if source.key.engine == at.key.engine || !exchange(load, lends) || block == 0 || !page.is_multiple_of(block) {
         return None;
     }
-    let sizes = (load.page_bytes, load.page_tokens);
-    if (lends.page_bytes, lends.page_tokens) != sizes || [at.page_tokens, source.page_tokens] != [load.page_tokens; 2] {
-        return None;
-    }
-    let blocks = source.lendable - at.anywhere();
+    let lent = source.lendable as u64 * u64::from(source.page_tokens) / page * page;
+    let lacking = lent.checked_sub(at.tokens()).filter(|tokens| *tokens > 0)?;
     let rates = load.pull_rates.iter().rev().find(|rate| rate.engine == source.key.engine);
     let measured = rates.map_or(0.0, |rate| rate.bytes_per_second);
     let in_flight = lends.lent_pulls.saturating_add(given.pulls.get(source.key).copied().unwrap_or(0));
     let mut pull = pb::PlannedPull {
         engine: source.key.engine.clone(),
         dp: source.key.dp,
-        host_blocks: source.lendable as u32,
-        blocks: blocks as u32,
-        bytes: (blocks as u64).saturating_mul(load.page_bytes),
+        host_blocks: (lent / block) as u32,
+        blocks: (lacking / block) as u32,
+        bytes: lacking.div_ceil(page).saturating_mul(load.page_bytes),
         bytes_per_second: if measured > 0.0 { measured } else { usual },
         measured: measured > 0.0,
         pulls_in_flight: in_flight,
@@ -246,6 +262,17 @@ fn pull(at: &Holding, source: &Holding, given: &Given, usual: f64) -> Option<pb:
     };
     pull.time = Some(to_pb(seconds_of(&pull)));
     Some(pull)
+}
+
+/// Whether pages of one are of use to the other.
+fn exchange(taker: &pb::EngineLoad, holder: &pb::EngineLoad) -> bool {
+    if taker.page_bytes == 0 || taker.page_tokens == 0 || taker.page_tokens != holder.page_tokens {
+        return false;
+    }
+    if taker.page_forms.is_empty() || holder.page_forms.is_empty() {
+        return taker.page_bytes == holder.page_bytes;
+    }
+    taker.page_forms.iter().any(|form| holder.page_forms.contains(form))
 }
 
 fn seconds_of(pull: &pb::PlannedPull) -> f64 {

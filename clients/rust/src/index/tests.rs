@@ -10,7 +10,7 @@ use tokio::task::AbortHandle;
 use crate::index::discovery::{begin as look_for_caches, Shared};
 use crate::index::engines::EngineMirror;
 use crate::index::followed::HIDE_AFTER;
-use crate::index::planning::{placements, Given, Holding};
+use crate::index::planning::{keep_most, placements, Given, Holding};
 use crate::index::table::Table;
 use crate::index::{saved, CacheKey, CachePlace, IndexOptions, PlanQuestion, PrefixIndex, Question, Wanted};
 use crate::pb::{self, watch_response::Kind, IndexSourceState as State, WatchResponse};
@@ -228,6 +228,42 @@ fn a_prompt_has_its_own_tokens_whatever_the_pages_of_a_cache() {
     assert_eq!(left(1600, 64, 0), 1600, "100 hashes are of pages of 16");
     assert_eq!((left(1600, 16, 90), left(0, 16, 90)), (160, 160));
     assert_eq!(left(77, 16, 90), 0, "it has more than all of the prompt");
+}
+
+#[test]
+fn engines_of_two_kinds_are_in_one_plan() {
+    let load = |page_bytes, page_forms: &[u64]| pb::EngineLoad {
+        prefill_tokens_per_second: 1000.0,
+        waiting_tokens: if page_forms[0] == 1 { 10_000 } else { 0 },
+        page_tokens: 16,
+        page_bytes,
+        page_forms: page_forms.to_vec(),
+        ..Default::default()
+    };
+    let key = |engine: &str| CacheKey { engine: engine.into(), dp: 0 };
+    let (busy, idle) = (key("busy"), key("idle"));
+    let planned = |busy_load: &pb::EngineLoad, idle_load: &pb::EngineLoad| {
+        let of = |blocks: [usize; 2]| {
+            let held = [(&busy, busy_load, blocks[0]), (&idle, idle_load, blocks[1])];
+            let holding = |(key, load, blocks)| Holding {
+                key,
+                ends: [blocks; crate::groups::REACHES],
+                lendable: blocks,
+                page_tokens: 16,
+                blocks: 100,
+                load: Some(load),
+            };
+            held.map(holding)
+        };
+        let mut held = of([90, 0]);
+        keep_most(&mut held, of([0, 40]).into());
+        placements(&PlanQuestion::default(), &held, &Given::default()).remove(0)
+    };
+    let best = planned(&load(1_000_000, &[1, 2]), &load(500_000, &[3, 2]));
+    let pull = best.pull.unwrap();
+    assert_eq!((best.engine.as_str(), best.blocks, pull.engine.as_str()), ("idle", 40, "busy"));
+    assert_eq!((pull.host_blocks, pull.blocks, pull.bytes), (90, 50, 25_000_000));
+    assert!(planned(&load(1_000_000, &[1]), &load(1_000_000, &[3])).pull.is_none(), "as large, and of no use");
 }
 
 #[tokio::test]
