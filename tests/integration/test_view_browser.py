@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvgrpc.cli.view.looking import Looking
-from kvgrpc.cli.view.room import look_at_room
+from kvgrpc.cli.view.room import cancel_room, look_at_room
 from kvgrpc.cli.view.server import ViewServer
 from kvgrpc.cli.view.state import look_at_fleet
 from kvgrpc.client import SyncClient
@@ -21,7 +21,7 @@ from tests.support.rank_host import RankProcess
 # A browser of several processes starts slowly on a machine that is busy with other things.
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(240)]
 
-WELL, GIVEN_UP = 11, 33
+WELL, GIVEN_UP, LEFT_ALONE = 11, 33, 44
 RED_SECONDS = 2.0
 WORK_SECONDS = 0.1
 LOOKS = 2
@@ -29,6 +29,11 @@ LOOKS = 2
 BUSY_SECONDS = 120.0
 RANKS, ROOMS = 200, 5_000
 TAB = "\ue004"
+# Of the room whose number is in the field; not while the answer is on its way. Nothing that is true.
+ASKED_AGAIN = (
+    "(document.querySelector('#room-told').innerText === 'asking all ranks'"
+    " || document.querySelector('#room-form').requestSubmit(), null)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,8 @@ def tab() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[tuple[str, RankProcess]]:
-    """A registry, a prefill and a decode with a room that went well and one that was given up; and one to be killed."""
+    """A registry, a prefill and a decode with a room that went well, one that was given up and one for which nobody
+    sends; and one to be killed."""
     server = RegistryServer(["127.0.0.1:0"], lease_ttl=600.0).open()
     prefill = RankProcess("P", "PREFILL", registry=server.address)
     decode = RankProcess("D", "DECODE", registry=server.address)
@@ -52,6 +58,7 @@ def fleet() -> Iterator[tuple[str, RankProcess]]:
         decode.call("wait", "receivers", [WELL], [4])
         decode.call("receive", GIVEN_UP, f"{server.address}/P", [9])
         decode.call("abort", "receivers", GIVEN_UP)
+        decode.call("receive", LEFT_ALONE, f"{server.address}/P", [10])
         yield server.address, other
     finally:
         for rank in (prefill, decode, other):
@@ -65,7 +72,9 @@ def page(tab: Browser, fleet: tuple[str, RankProcess]) -> Iterator[Browser]:
     with (
         SyncClient(fleet[0]) as client,
         Looking(lambda: look_at_fleet(client), 1.0) as looking,
-        ViewServer("127.0.0.1:0", looking, partial(look_at_room, client)) as shown,
+        ViewServer(
+            "127.0.0.1:0", looking, partial(look_at_room, client), cancel_room=partial(cancel_room, client)
+        ) as shown,
     ):
         tab.looks(1440, 900, "light")
         tab.open(f"http://{shown.address}/")
@@ -74,6 +83,20 @@ def page(tab: Browser, fleet: tuple[str, RankProcess]) -> Iterator[Browser]:
         complaints = tab.complaints()
         tab.open("about:blank")
     assert complaints == []
+
+
+def test_a_room_is_cancelled_by_a_second_click(page: Browser) -> None:
+    """Asked again where a rank of a busy machine was too slow to tell of it."""
+    page.script("document.querySelector('#room-number').value = arguments[0]", str(LEFT_ALONE))
+    page.until("return document.querySelector('#room-cancel')?.textContent === 'Cancel this room' || " + ASKED_AGAIN)
+    page.script("document.querySelector('#room-cancel').click()")
+    assert "sure?" in page.script("return document.querySelector('#room-cancel').textContent")
+    told = page.until(
+        "const told = document.querySelector('#room-told').innerText, button = document.querySelector('#room-cancel');"
+        "if (told.includes('ROOM_CANCELLED')) return told;"
+        "if (button && !button.disabled) button.click(); else return " + ASKED_AGAIN
+    )
+    assert "cancelled on the page of kvgrpc view" in told
 
 
 def test_a_hand_off_is_shown_with_its_sides_on_one_scale(page: Browser) -> None:

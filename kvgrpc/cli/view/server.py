@@ -1,4 +1,5 @@
-"""The page's server: the files of the page, ``/state``, ``/events`` and ``/room``. Nothing else, and to nobody else.
+"""The page's server: its files, ``/state``, ``/events`` and ``/room``; ``/cancel`` where actions are allowed. Nothing
+else, and to nobody else.
 
 Browsers of strangers are what it keeps out: a page of another site that this user's browser shows (Origin,
 Sec-Fetch-Site), and a name of another site that leads here (Host; DNS rebinding).
@@ -36,8 +37,8 @@ MOST_ROOM_LOOKS = 4
 _BEAT_SECONDS = 5.0
 
 _TEXT = "text/plain; charset=utf-8"
-# What became of a room, by its number and attempt.
-LookAtRoom = Callable[[int, int], Mapping[str, Any]]
+# What became of a room, or of its cancelling, by its number and attempt.
+AskRoom = Callable[[int, int], Mapping[str, Any]]
 _SCRIPTS = ("view", "graph", "elements", "past", "room")
 _PAGE = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -64,14 +65,21 @@ class ViewServer(OpenHttpServer):
     """Serves from construction to ``close``: ``with ViewServer("127.0.0.1:0", looking, look_at_room) as server``.
 
     ``token``: the password that browsers ask for; empty: none. ``names``: hosts by which the page may be called beside
-    addresses and localhost. Raises AddressNotAllowed for an address that is taken.
+    addresses and localhost. ``cancel_room``: what the page's button does; None: it has none. Raises AddressNotAllowed
+    for an address that is taken.
     """
 
     def __init__(
-        self, listen: str, looking: Looking, look_at_room: LookAtRoom, token: str = "", names: Collection[str] = ()
+        self,
+        listen: str,
+        looking: Looking,
+        look_at_room: AskRoom,
+        token: str = "",
+        names: Collection[str] = (),
+        cancel_room: AskRoom | None = None,
     ) -> None:
         def make(host: str, port: int) -> _PageServer:
-            return _PageServer(host, port, looking, look_at_room, token, names)
+            return _PageServer(host, port, looking, look_at_room, cancel_room, token, names)
 
         super().__init__(listen, "--listen", "view", make)
 
@@ -84,10 +92,18 @@ class ViewServer(OpenHttpServer):
 
 class _PageServer(BoundedHttpServer):
     def __init__(
-        self, host: str, port: int, looking: Looking, look_at_room: LookAtRoom, token: str, names: Collection[str]
+        self,
+        host: str,
+        port: int,
+        looking: Looking,
+        look_at_room: AskRoom,
+        cancel_room: AskRoom | None,
+        token: str,
+        names: Collection[str],
     ) -> None:
         self.files, self.looking, self.token = page_files(), looking, token
-        self.look_at_room, self.room_looks = look_at_room, threading.BoundedSemaphore(MOST_ROOM_LOOKS)
+        self.look_at_room, self.cancel_room = look_at_room, cancel_room
+        self.room_looks = threading.BoundedSemaphore(MOST_ROOM_LOOKS)
         self.names = {name.lower() for name in names}
         self.loopback_only = host == "localhost" or is_loopback(host)
         self.watchers = threading.BoundedSemaphore(MOST_WATCHERS)
@@ -112,24 +128,49 @@ class _PageHandler(BoundedHandler):
     timeout = WRITE_SECONDS
 
     def do_GET(self) -> None:
-        refused = self._refused()
         path = self.path.partition("?")[0]
-        if refused:
-            self._say(403, refused)
-        elif not self._may_see():
-            challenge = {"WWW-Authenticate": 'Basic realm="kvgrpc view"'}
-            self.answer(401, _TEXT, b"the password is that of --view-token-file\n", challenge | _HEADERS)
-        elif path in self.server.files:
+        if not self._let_in(self._refused()):
+            return
+        if path in self.server.files:
             content, kind = self.server.files[path]
             self.answer(200, kind, content, _HEADERS)
         elif path in ("/state", "/events") and self.command == "GET":
             self._watched(path)
         elif path == "/room" and self.command == "GET":
-            self._room()
+            self._ask_ranks(self._told)
         else:
             self._say(404, "/, /state, /events and /room are here")
 
     do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        cancel = self.server.cancel_room
+        if not self._let_in(self._refused() or self._no_action()):
+            return
+        if cancel is None or self.path.partition("?")[0] != "/cancel":
+            self._say(404, "of actions /cancel is here")
+        else:
+            self._ask_ranks(cancel)
+
+    def _let_in(self, refused: str) -> bool:
+        """True for who may go on; the others have had their answer."""
+        if refused:
+            self._say(403, refused)
+        elif not self._may_see():
+            challenge = {"WWW-Authenticate": 'Basic realm="kvgrpc view"'}
+            self.answer(401, _TEXT, b"the password is that of --view-token-file\n", challenge | _HEADERS)
+        else:
+            return True
+        return False
+
+    def _no_action(self) -> str:
+        """Why nothing is done for whoever asks; empty: nothing speaks against it.
+
+        Browsers send the password for pages of other sites too, but never hide from where an action comes.
+        """
+        if self.server.cancel_room is None:
+            return "the page only shows: kvgrpc view was started without --allow-actions"
+        return "" if self.headers.get_all("Origin") else "Origin: an action comes from the page itself"
 
     def _refused(self) -> str:
         """Why it is not answered whoever asks; empty: nothing speaks against it."""
@@ -173,7 +214,10 @@ class _PageHandler(BoundedHandler):
         else:
             self.answer(200, "application/json", found[1], _HEADERS)
 
-    def _room(self) -> None:
+    def _told(self, room: int, attempt: int) -> Mapping[str, Any]:
+        return {**self.server.look_at_room(room, attempt), "may_cancel": self.server.cancel_room is not None}
+
+    def _ask_ranks(self, about: AskRoom) -> None:
         asked = parse_qs(self.path.partition("?")[2])
         room, attempt = (asked.get(name, [""])[-1] for name in ("room", "attempt"))
         if not room.isdecimal() or not 0 < int(room) < 2**63 or not (attempt or "0").isdecimal():
@@ -181,7 +225,7 @@ class _PageHandler(BoundedHandler):
         if not self.server.room_looks.acquire(blocking=False):
             return self._say(503, f"{MOST_ROOM_LOOKS} others look for a room; ask again")
         try:
-            found = self.server.look_at_room(int(room), min(int(attempt or 0), 2**32 - 1))
+            found = about(int(room), min(int(attempt or 0), 2**32 - 1))
         except KvGrpcError as error:
             return self._say(502, f"the registry was not read: {error}"[:500])
         finally:

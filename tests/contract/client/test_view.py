@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from kvgrpc.cli.main import main
+from kvgrpc.cli.view import room as view_room
 from kvgrpc.cli.view import server as view_server
 from kvgrpc.cli.view.looking import Looking
-from kvgrpc.cli.view.room import look_at_room
+from kvgrpc.cli.view.room import cancel_room, look_at_room
 from kvgrpc.cli.view.server import ViewServer, page_files
 from kvgrpc.cli.view.state import look_at_fleet
 from kvgrpc.client import SyncClient
@@ -56,10 +57,10 @@ def no_room(room: int, attempt: int) -> State:
     raise AssertionError("nobody asks for a room")
 
 
-def ask(address: str, path: str = "/", headers: dict[str, str] | None = None) -> tuple[int, bytes]:
+def ask(address: str, path: str = "/", headers: dict[str, str] | None = None, method: str = "GET") -> tuple[int, bytes]:
     """The status and the body; ``headers`` replace those that a browser on the page sends."""
     connection = http.client.HTTPConnection(address, timeout=10.0)
-    connection.putrequest("GET", path, skip_host=True, skip_accept_encoding=True)
+    connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
     for name, value in ({"Host": address} | (headers or {})).items():
         if value:
             connection.putheader(name, value)
@@ -241,6 +242,66 @@ def test_listening_for_other_hosts_needs_a_token(
         main(["view", "-s", registry, "--listen", listen])
     assert ended.value.code == 2
     assert "--view-token-file" in capsys.readouterr().err
+
+
+def test_actions_need_a_token_on_this_host_too(registry: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["view", "-s", registry, "--listen", "127.0.0.1:0", "--allow-actions"])
+    assert ended.value.code == 2
+    assert "--view-token-file" in capsys.readouterr().err
+
+
+def test_without_allow_actions_the_page_only_shows(page: str) -> None:
+    status, body = ask(page, f"/cancel?room={HALF}", {"Origin": f"http://{page}"}, "POST")
+    assert (status, b"--allow-actions" in body) == (403, True)
+    told: State = json.loads(ask(page, f"/room?room={HALF}")[1])
+    assert told["may_cancel"] is False
+    assert {side["state"] for side in told["sides"]} == {"TRANSFERRING"}
+
+
+def test_an_action_comes_from_the_page_itself_and_with_its_password(looking: Looking) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def cancel(room: int, attempt: int) -> State:
+        asked.append((room, attempt))
+        return {"cancelled": ["P"], "refused": []}
+
+    with ViewServer("127.0.0.1:0", looking, no_room, SECRET, cancel_room=cancel) as server:
+        own = {"Origin": f"http://{server.address}"}
+        password = {"Authorization": "Basic " + base64.b64encode(f"me:{SECRET}".encode()).decode()}
+        post = partial(ask, server.address, "/cancel?room=31&attempt=2", method="POST")
+        for origin in ({}, {"Origin": "null"}, {"Origin": "http://evil.example"}):
+            assert post(origin | password)[0] == 403
+        assert post(own | password | {"Host": "evil.example"})[0] == 403
+        assert post(own | password | {"Sec-Fetch-Site": "cross-site"})[0] == 403
+        assert post(own)[0] == 401
+        assert ask(server.address, "/drain", own | password, "POST")[0] == 404
+        assert ask(server.address, "/cancel?room=31", own | password)[0] == 404
+        assert asked == []
+        assert post(own | password) == (200, b'{"cancelled":["P"],"refused":[]}')
+        assert asked == [(31, 2)]
+
+
+def test_a_room_is_cancelled_at_each_rank_that_knows_it() -> None:
+    fleet = looked_at_fleet(HALF, LONELY, "given up", with_dead=False)
+    with fleet as registry, SyncClient(registry, timeout=2.0) as client:
+        both = ["D/dp0/pp0/cp0/tp0", "P/dp0/pp0/cp0/tp0"]
+        assert cancel_room(client, HALF, 0) == {"cancelled": both, "refused": []}
+
+        def failures() -> list[State | None]:
+            return [side["failure"] for side in look_at_room(client, HALF, 0)["sides"]]
+
+        wait_until(lambda: sum(each is not None for each in failures()) == 2)
+        assert {each["reason"] for each in failures() if each} == {"ROOM_CANCELLED"}
+        assert "cancelled on the page of kvgrpc view" in str(failures())
+
+
+def test_a_rank_that_did_not_cancel_is_named(registry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view_room, "CANCEL_SECONDS", 0.2)
+    with SyncClient(registry, timeout=2.0) as client:
+        found = cancel_room(client, 4, 0)
+    assert found["cancelled"] == []
+    assert found["refused"][-1].startswith("X/dp0/pp0/cp0/tp0: PEER_UNREACHABLE")
 
 
 def test_a_slow_watcher_holds_up_no_other(looking: Looking, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,11 @@
-// One room in a dialog: a bar for each rank that knows it, on one scale of time, and why it failed.
+// One room in a dialog: a bar for each rank that knows it, on one scale of time, why it failed, and where it is allowed a button that
+// cancels it.
 
 import { make, rate, setText, size, svg, took, words } from "/elements.js";
 
 const STAGES = { bootstrap: "until both sides were known", wait: "until there were pages", transfer: "until all had moved" };
 const at = (id) => document.getElementById(id);
+const ENDED = ["SUCCESS", "FAILED"], CANCEL = "Cancel this room";
 let asked = 0;
 
 export async function openRoom(room, attempt = 0) {
@@ -34,7 +36,35 @@ function story(found) {
   const silent = found.silent.length ? [make("p", "bad", `No answer from ${found.silent.slice(0, 5).join(", ")}.`)] : [];
   if (!found.sides.length) return [make("p", "", "No rank that answers knows this room: it never came, or was forgotten."), ...silent];
   const failed = found.sides.filter((side) => side.failure).sort((a, b) => a.ended - b.ended)[0];
-  return [...(failed ? why(failed) : []), timeline(found.sides), ...found.sides.map(facts), ...silent];
+  const open = found.sides.some((side) => !ENDED.includes(side.state));
+  return [...(failed ? why(failed) : []), timeline(found.sides), ...found.sides.map(facts), ...silent, ...(found.may_cancel && open ? [canceller(found)] : [])];
+}
+
+// The first click only asks.
+function canceller({ room, attempt }) {
+  const made = make("button", "", CANCEL), place = make("p", "", made);
+  made.type = "button";
+  made.id = "room-cancel";
+  made.addEventListener("click", async () => {
+    if (made.textContent === CANCEL) return setText(made, "Cancel it on both sides: sure?");
+    made.disabled = true;
+    const failed = await cancel(room, attempt);
+    if (failed) place.append(make("p", "bad", failed));
+    else openRoom(room, attempt);
+  });
+  return place;
+}
+
+// Why it was not cancelled; empty: it was.
+async function cancel(room, attempt) {
+  try {
+    const answer = await fetch(`/cancel?room=${encodeURIComponent(room)}&attempt=${encodeURIComponent(attempt)}`, { method: "POST" });
+    if (!answer.ok) return (await answer.text()).trim();
+    const { cancelled, refused } = await answer.json();
+    return cancelled.length ? "" : refused.slice(0, 5).join("; ") || "no rank knows the room any more";
+  } catch {
+    return "kvgrpc view does not answer";
+  }
 }
 
 function why(side) {
