@@ -104,7 +104,8 @@ def _shown_in_turn(frames: int) -> str:
         before = "" if number == 0 else f"0%, {begin:.2f}% {{ opacity: 0 }}"
         rules += f"@keyframes f{number} {{ {before} {begin + 0.01:.2f}%, {end:.2f}% {{ opacity: 1 }} {hidden} }}\n"
         rest = 1 if number == frames - 1 else 0
-        rules += f".f{number} {{ opacity: {rest}; animation: f{number} {steps * FRAME_SECONDS:.1f}s infinite }}\n"
+        turn = f"f{number} {steps * FRAME_SECONDS:.1f}s step-end infinite"
+        rules += f".f{number} {{ opacity: {rest}; animation: {turn} }}\n"
     return f"{rules}@media (prefers-reduced-motion: reduce) {{ g {{ animation: none !important }} }}\n"
 
 

@@ -33,3 +33,11 @@ def test_all_missing_packages_are_named_in_one_line(tmp_path: Path) -> None:
     (said,) = ran.stderr.splitlines()
     assert said.endswith("--no-install-recommends python3-venv libibverbs1 libnuma1 libcurl4")
     assert ran.returncode == 1
+
+
+def test_who_tells_how_far_a_set_up_is_ends_with_it() -> None:
+    """Who reads what a set-up says waits for all that hold its stderr."""
+    script = (ROOT / ".ci/setup").read_text()
+    functions = script[script.index("telling() {") : script.index("need_python() {")]
+    ran = subprocess.run(["bash", "-euc", f"{functions}\ntelling false"], capture_output=True, timeout=60)
+    assert ran.returncode == 1
