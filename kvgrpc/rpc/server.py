@@ -17,7 +17,7 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]  # an extension mo
 
 from kvgrpc.errors import FeatureDisabled
 from kvgrpc.rpc.loop import background
-from kvgrpc.rpc.methods import ALLOWED, SESSION
+from kvgrpc.rpc.methods import ALLOWED
 from kvgrpc.rpc.options import Options
 from kvgrpc.rpc.turns import Turns
 
@@ -79,8 +79,6 @@ def _acceptor(interceptors: tuple[grpc.aio.ServerInterceptor, ...], options: Opt
             loop = asyncio.get_running_loop()
             if method is None:
                 return loop.create_task(self._answer_unregistered(), name="kvgrpc-unregistered")
-            if method == SESSION.encode():
-                return super()._make_request_call_future(method)
             return loop.create_task(self._accept(method), name="kvgrpc-accept")
 
         async def _accept(self, method: bytes) -> Any:

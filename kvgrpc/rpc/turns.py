@@ -80,6 +80,8 @@ class Turns:
         self._hurries_until = 0.0
         # True while a step runs that has a turn: it takes no other.
         self._in_a_step = False
+        # True once the step of ``in_turns`` that runs now was the last to need a turn.
+        self._lets_go = False
 
     @classmethod
     def of_this_loop(cls) -> Turns:
@@ -138,6 +140,10 @@ class Turns:
         else:
             self._begin(self._waiting, accounts_of_this_call() or _unnamed())
 
+    def let_go(self) -> None:
+        """The call that runs now was let in, and is one that hands over: its further steps wait for no turn."""
+        self._lets_go = True
+
     @types.coroutine
     def in_turns(
         self, coroutine: Coroutine[Any, Any, T], leave: Callable[[], None] | None = None
@@ -147,10 +153,11 @@ class Turns:
         one.
         """
         raised: BaseException | None = None
+        goes_free = False
         while True:
             has_turn = False
             # What was cancelled gives its places back: nobody gains by a wait.
-            if self.hurries and not isinstance(raised, asyncio.CancelledError):
+            if self.hurries and not goes_free and not isinstance(raised, asyncio.CancelledError):
                 accounts = accounts_of_this_call() or _unnamed()
                 if self._busy:
                     turn = self._waiting.add(accounts)
@@ -174,6 +181,7 @@ class Turns:
             finally:
                 thrown = None
                 self._in_a_step = False
+                goes_free, self._lets_go = goes_free or self._lets_go, False
                 if has_turn:
                     self._ended = time.monotonic(), time.thread_time()
             try:

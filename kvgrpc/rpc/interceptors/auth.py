@@ -14,9 +14,8 @@ from kvgrpc.errors import (
     PermissionDenied,
     WrongAudience,
 )
-from kvgrpc.net import caller_address, is_unix, split
 from kvgrpc.observability.logging import RateLimited, one_line
-from kvgrpc.rpc.callers import CALLER, Caller, caller
+from kvgrpc.rpc.callers import CALLER, PEER, Caller, caller, origin
 from kvgrpc.rpc.credentials.audience import Audiences
 from kvgrpc.rpc.credentials.token_table import TokenTable
 from kvgrpc.rpc.credentials.tokens import AUTHORIZATION
@@ -45,7 +44,7 @@ def auth(security: ServerSecurity, refused: RateLimited, audiences: Audiences) -
                 _check_role(method, allowed)
                 return await inner(request, context)
             except _REFUSALS as error:
-                refused.warning(error.reason.name, partial(_line, method, context, error))
+                refused.warning(error.reason.name, partial(_line, method, error))
                 raise
 
         return call
@@ -64,9 +63,9 @@ def _check_role(method: Method, allowed: frozenset[CallerRole]) -> None:
         )
 
 
-def _line(method: Method, context: Context, error: KvGrpcError) -> str:
+def _line(method: Method, error: KvGrpcError) -> str:
     """For the log: it has what the caller sent of names, never of secrets."""
-    name, host = caller().name, _host(context)
+    name, host = caller().name, origin()[0]
     who = host if name in ("", host) else f"{host} ({name})"
     return one_line(f"{who} was refused {method.path}: {error}")
 
@@ -75,17 +74,18 @@ def _named(inner: Behaviour) -> Behaviour:
     """Names the caller by its host, if nobody proves anything here."""
 
     async def call(request: Any, context: Context) -> Any:
-        CALLER.set(Caller(_host(context)))
+        CALLER.set(Caller(origin()[0]))
         return await inner(request, context)
 
     return call
 
 
 def _authenticated(context: Context, tokens: TokenTable, audiences: Audiences) -> Caller:
+    """By the address that was noted when the call came: of one that is over the library knows none any more."""
     for key, value in context.invocation_metadata() or ():
         if key == AUTHORIZATION:
             header = value if isinstance(value, str) else value.decode(errors="replace")
-            return Caller.with_token(tokens.check(header, audiences, context.peer()), _host(context))
+            return Caller.with_token(tokens.check(header, audiences, PEER.get()), origin()[0])
     names = list(_names_in_certificate(context))
     known = Caller.with_certificate(names)
     if known is not None:
@@ -101,11 +101,6 @@ def _authenticated(context: Context, tokens: TokenTable, audiences: Audiences) -
         "ends in .rank, .consumer or .operator",
         metadata={"scheme": "bearer"},
     )
-
-
-def _host(context: Context) -> str:
-    address = caller_address(context.peer())
-    return address if is_unix(address) else split(address)[0]
 
 
 def _names_in_certificate(context: Context) -> Iterator[str]:

@@ -87,6 +87,8 @@ class _Interceptor(grpc.aio.ServerInterceptor):
         return made
 
     def _layered(self, behaviour: Behaviour, method: Method) -> Any:
+        if method.path == SESSION:
+            behaviour = _let_in(behaviour)
         behaviour = _within(self._layers, method, behaviour)
         # It is counted, and its exception becomes a status; nothing else happens.
         refuse = _within([telemetry, errors], method, _refuse)
@@ -95,10 +97,6 @@ class _Interceptor(grpc.aio.ServerInterceptor):
         # The library looks for a coroutine function, and partial objects and the like do not always count as one.
         async def call(request: Any, context: Context) -> Any:
             PEER.set(context.peer())
-            return await behaviour(request, context)
-
-        async def call_in_turns(request: Any, context: Context) -> Any:
-            PEER.set(context.peer())
             turns = Turns.of_this_loop()
             try:
                 leave = turns.place(probe=probe)
@@ -106,13 +104,23 @@ class _Interceptor(grpc.aio.ServerInterceptor):
                 return await refuse(error, context)
             return await turns.in_turns(cast(Coroutine[Any, Any, Any], behaviour(request, context)), leave)
 
-        return call if method.path == SESSION else call_in_turns
+        return call
 
 
 def _within(layers: Sequence[Layer], method: Method, behaviour: Behaviour) -> Behaviour:
     for layer in reversed(layers):
         behaviour = layer(method, behaviour)
     return behaviour
+
+
+def _let_in(behaviour: Behaviour) -> Behaviour:
+    """Of sessions: rooms wait for nobody's calls, but who opens a session, and whether it may, is asked in a turn."""
+
+    async def call(request: Any, context: Context) -> Any:
+        Turns.of_this_loop().let_go()
+        return await behaviour(request, context)
+
+    return call
 
 
 async def _refuse(request: Any, context: Context) -> None:

@@ -136,6 +136,27 @@ async def test_who_may_not_call_takes_no_place_and_reaches_nothing() -> None:
     assert reached == []
 
 
+async def test_a_call_that_was_over_before_its_turn_is_not_taken_for_a_strangers() -> None:
+    """The library knows no address of it any more: its loopback token was said to be for another server."""
+    security = ServerSecurity(tokens=(Token(CallerRole.OPERATOR, secret("good"), "ops"),), audience=("127.0.0.1:9001",))
+    (interceptor,) = interceptors_of(security)
+    served: list[Any] = []
+
+    async def get_room(request: Any, context: Any) -> Any:
+        served.append(CALLER.get())
+
+    class Over(Context):
+        addresses = iter(["ipv4:127.0.0.1:4711"])
+
+        def peer(self) -> str:
+            return next(self.addresses, "")
+
+    handler: Any = grpc.unary_unary_rpc_method_handler(get_room, request_deserializer=str)
+    made = await wrapped(interceptor, GET_ROOM, handler)
+    await made.stream_unary(None, Over(("authorization", bearer("good", "127.0.0.1:9001"))))
+    assert [caller.name for caller in served] == ["operator ops"]
+
+
 @pytest.mark.parametrize(
     ("path", "scope"),
     [(SESSION, "streams"), ("/kvgrpc.v1.PrefetchService/JoinAgreement", "streams"), (GET_ROOM, "calls")],
