@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     help="File with the password of the page; needed to listen beyond this host.",
 )
 @click.option("--allow-host", multiple=True, help="A name by which browsers may call the page; may be repeated.")
-@click.option("--allow-actions", is_flag=True, help="The page may cancel rooms; needs --view-token-file here too.")
+@click.option("--allow-actions", is_flag=True, help="Let the page cancel rooms; needs --view-token-file anywhere.")
 @calls_a_registry
 def view(
     client: SyncClient,
