@@ -137,6 +137,9 @@ class RankConfig:
     polls: 0.0001 takes 15 to 25 % of such a thread."""
     call_limits: CallLimits = field(default_factory=CallLimits)
     """How many calls run at once at this rank's port, of all callers and of one."""
+    prefill_tokens_per_second: Annotated[float, bounded(least=0.0, most=1e12, unit="tokens")] = 0.0
+    """Tokens of prompts that the engine computes in a second, as you measured it, for plans of pulls until the engine
+    says it (``load.say``), which SGLang and vLLM do not; 0: nobody knows (docs/pull.md)."""
 
     @property
     def session_timing(self) -> Timing:

@@ -9,6 +9,7 @@ import grpc
 import kvgrpc
 from kvgrpc.events import EventPublisher
 from kvgrpc.events.servicer import MAX_WATCHES, EventServicer
+from kvgrpc.model import RankId
 from kvgrpc.net import check_listen
 from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.loop import LoopThread
@@ -18,6 +19,7 @@ from kvgrpc.server.check import check_call_limits
 from kvgrpc.server.port.callers import CallersHere
 from kvgrpc.server.port.description import ServerInfo, limits_to_pb
 from kvgrpc.server.port.listener import Check, Listener
+from kvgrpc.server.port.load import RankLoad, load_of
 from kvgrpc.server.port.servicer import ServerServicer
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
 from kvgrpc.v1.server_service_pb2 import ServerLimits
@@ -31,6 +33,7 @@ class EventServer(DrainsAtOnce):
     """Serves ListStreams and Watch of one publisher. ``open`` and ``close`` block; ``address`` is what was bound.
 
     The publisher stays its owner's, who shuts it down. ``healthy``: of what fills it; without it, the publisher's.
+    ``load``: what is told of the engine beside its events.
     """
 
     _servicer: EventServicer
@@ -51,7 +54,10 @@ class EventServer(DrainsAtOnce):
         self._listen = tuple(listen)
         self._security = security or ServerSecurity()
         stream = publisher.stream
-        self._servicer = EventServicer([] if stream is None else [stream], max_watches=max_watches)
+        # What the engine's cache lends and takes is known where that is served: in this process, by another server.
+        self.load = RankLoad() if stream is None else load_of(RankId(stream.engine, stream.dp))
+        streams = [] if stream is None else [stream]
+        self._servicer = EventServicer(streams, max_watches=max_watches, load=self.load.now)
         self._call_limits = call_limits or CallLimits()
         self._listener = Listener({_SERVICES[0]: healthy or (lambda: publisher.healthy)}, Admission(self._call_limits))
         self._loop = LoopThread.shared()

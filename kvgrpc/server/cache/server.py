@@ -30,6 +30,7 @@ from kvgrpc.server.config import RankConfig
 from kvgrpc.server.port.callers import CallersHere
 from kvgrpc.server.port.description import ServerInfo, limits_to_pb
 from kvgrpc.server.port.listener import Listener
+from kvgrpc.server.port.load import load_of
 from kvgrpc.server.port.servicer import ServerServicer
 from kvgrpc.v1.prefetch_service_pb2_grpc import add_PrefetchServiceServicer_to_server
 from kvgrpc.v1.pull_service_pb2_grpc import add_PullServiceServicer_to_server
@@ -69,8 +70,17 @@ class CacheServer:
         self._registering: asyncio.Task[None] | None = None
         self._pulls = pulls
         self._peer: CachePeer | None = None
+        # Told beside the engine's events, which another server of this process serves.
+        self._load = load_of(rank.rank)
+        if config.prefill_tokens_per_second:
+            self._load.say(prefill_tokens_per_second=config.prefill_tokens_per_second)
         self._lines = RateLimited(logger)
         self._closing = False
+
+    @property
+    def _leads(self) -> bool:
+        """True at the rank by whose word the whole cache is planned for."""
+        return not (self.rank.rank.pp or self.rank.rank.cp or self.rank.rank.tp)
 
     @property
     def registered(self) -> bool:
@@ -114,6 +124,8 @@ class CacheServer:
                 CachePeer, config, config.pull, self.rank, lends, backend, lambda: self._listener.draining
             )
             await self._peer.open()
+            if self._leads:
+                self._load.add_pulls(self._peer.add_load)
         bound = await self._listener.start(
             self._add_servicers,
             (config.listen, *config.admin_listen),
@@ -187,6 +199,8 @@ class CacheServer:
         self._closing = True
         await self.drain(0.0)
         if self._peer is not None:
+            if self._leads:
+                self._load.add_pulls(None)
             await self._peer.close(ClosingTime(deadline))
         await self._listener.stop(min(_GRACE_SECONDS, deadline), deadline)
         if self._servicer is not None:

@@ -40,10 +40,10 @@ from kvgrpc.server.config import RankConfig
 from kvgrpc.server.port.callers import CallersHere
 from kvgrpc.server.port.description import ServerInfo, limits_to_pb, rank_limits, settings_in_force
 from kvgrpc.server.port.listener import Check, Listener
+from kvgrpc.server.port.load import RankLoad
 from kvgrpc.server.port.servicer import ServerServicer
 from kvgrpc.server.rank.calls import RankCalls
 from kvgrpc.server.rank.end import Closed, RankEnd, RankParts
-from kvgrpc.server.rank.load import RankLoad
 from kvgrpc.server.rank.opening import cache_of, dialled_endpoint, peers_of, plane_of, publisher_of, watch_limit
 from kvgrpc.server.rank.status import RankStatus
 from kvgrpc.transfer.runtime.boundary import DecodeRuntime, PrefillRuntime, Runtime
@@ -90,6 +90,8 @@ class Rank(Generic[Transfer]):
         self.ref = ref
         self.plane = plane
         self.load = RankLoad()
+        if config.prefill_tokens_per_second:
+            self.load.say(prefill_tokens_per_second=config.prefill_tokens_per_second)
         self._loop = loop
         self._calls = RankCalls(config, lambda: self.address)
         self._served: ServedCache | None = None

@@ -12,14 +12,18 @@ import pytest
 from kvgrpc.client import SyncClient
 from kvgrpc.engines.sglang.cache.stored import StoredPages
 from kvgrpc.errors import FeatureDisabled
-from kvgrpc.model import Layout, Role
+from kvgrpc.events import BlockStored, KVEventBatch, open_publisher
+from kvgrpc.events.log.digest import hash_key
+from kvgrpc.hashing import sglang_event_hash
+from kvgrpc.model import Layout, RankId, RankRef, Role, new_epoch
 from kvgrpc.prefetch.storage.base import OK
 from kvgrpc.prefetch.storage.keys import KeyMode, Keys, PageIdentity
 from kvgrpc.pull.lending.exported import ExportedPages
 from kvgrpc.pull.lending.lender import LentPages
 from kvgrpc.pull.model import PullConfig
 from kvgrpc.pull.taking.peers import PeersBackend
-from kvgrpc.server import RankConfig, RegistryServer, open_cache
+from kvgrpc.server import EventServer, IndexServer, RankConfig, RegistryServer, open_cache
+from kvgrpc.v1 import index_service_pb2 as index_pb
 from kvgrpc.v1 import prefetch_service_pb2 as proto
 from tests.support.cache_serving import hashes_of, prompt
 from tests.support.waiting import wait_until
@@ -52,6 +56,7 @@ class Rank:
             layout=Layout(tp=size),
             tp=tp,
             pull=PULL,
+            prefill_tokens_per_second=1.0,
         )
         self.server = open_cache(config, None, (lends, self.backend))
 
@@ -109,6 +114,35 @@ def test_each_rank_takes_its_own_share_and_serves_pulls_alone(engines: Any) -> N
         assert client.health() and client.list_pulls().pulls
         with pytest.raises(FeatureDisabled):
             client.lookup(proto.PromptPages(tokens=prompt(2)))
+
+
+def test_a_plan_hears_of_pulls_where_another_server_of_the_engine_serves_its_events(engines: Any) -> None:
+    """As in SGLang and vLLM, where they are told by a publisher of the engine's own and lent by its cache."""
+    hashes = hashes_of(prompt(6))
+    values = [hash_key(sglang_event_hash(bytes.fromhex(each))) for each in hashes]
+    engines("holder", 1), engines("taker", 1)
+    with ExitStack() as closing:
+        servers = []
+        for name in ("holder", "taker"):
+            publisher = open_publisher({"publisher": "null"}, RankRef(RankId(name), new_epoch()))
+            closing.callback(publisher.shutdown, 1.0)
+            servers.append(EventServer(publisher, ["127.0.0.1:0"]).open())
+            closing.callback(servers[-1].close)
+            if name == "holder":
+                publisher.publish(KVEventBatch(0.0, [BlockStored(values, None, prompt(6), 4, medium="CPU")]))
+        index = IndexServer(["127.0.0.1:0"], sources=[server.address for server in servers]).open()
+        closing.callback(index.close)
+        client = closing.enter_context(SyncClient(index.address))
+        request = index_pb.PlanRequest(max_placements=2)
+        request.prompts.add(prompt=index_pb.ScorePrompt(block_hashes=index_pb.BlockHashes(values=values)))
+
+        def pull() -> tuple[str, int, int]:
+            found = {each.engine: each.pull for each in client.plan(request).plans[0].placements}
+            return (
+                (found["taker"].engine, found["taker"].blocks, found["taker"].bytes) if "taker" in found else ("", 0, 0)
+            )
+
+        wait_until(lambda: pull() == ("holder", 6, 6 * PAGE_BYTES), 20.0)
 
 
 @pytest.mark.parametrize(("holders", "takers"), [(2, 2), (2, 1), (1, 2), (2, 3)])

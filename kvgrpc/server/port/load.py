@@ -1,13 +1,15 @@
-"""The load that a rank says each second: what the engine told it, and what its cache lends and takes."""
+"""The load that is said beside events each second: what the engine told, and what its cache lends and takes."""
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from weakref import WeakValueDictionary
 
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.model import EngineLoad
+from kvgrpc.model import EngineLoad, RankId
 
 
 class RankLoad:
@@ -31,8 +33,8 @@ class RankLoad:
             said = replace(said, waiting_tokens=int(waiting_tokens))
         self._said = said
 
-    def add_pulls(self, pulls: Callable[[EngineLoad], EngineLoad]) -> None:
-        """From now on ``pulls`` adds what the cache lends and takes."""
+    def add_pulls(self, pulls: Callable[[EngineLoad], EngineLoad] | None) -> None:
+        """From now on ``pulls`` adds what the cache lends and takes; None: it does neither any more."""
         self._pulls = pulls
 
     def now(self) -> EngineLoad | None:
@@ -40,3 +42,17 @@ class RankLoad:
         if self._pulls is None:
             return self._said
         return self._pulls(self._said or EngineLoad())
+
+
+def load_of(rank: RankId) -> RankLoad:
+    """The load of one cache of an engine, the same for all servers of this process: engines that are no rank of ours
+    have their events served by one and their host cache by another. It lasts as long as somebody keeps it."""
+    with _lock:
+        found = _of_process.get((rank.engine, rank.dp))
+        if found is None:
+            found = _of_process[rank.engine, rank.dp] = RankLoad()
+        return found
+
+
+_lock = threading.Lock()
+_of_process: WeakValueDictionary[tuple[str, int], RankLoad] = WeakValueDictionary()
