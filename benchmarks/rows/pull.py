@@ -1,16 +1,20 @@
 """pull.*: pages of another engine's host cache, from the prefetch that wants them until they lie in the own one.
 
 The baseline moves the same bytes by the bare data plane: no question, no copies on either side, no room.
+``limit.pull.copies.*``: what a pull over shared memory copies and nothing else, so the most that it can come to.
 """
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.baselines.engines import mooncake_is_here
 from benchmarks.harness.plan import KIB, Plan
@@ -20,12 +24,15 @@ from benchmarks.harness.worker import Desk, Worker
 from benchmarks.rows.dataplane import RawCopy, RawMooncake
 from benchmarks.sides.memory import Shape
 
-LATENCY = "pull.latency"
+LATENCY, COPIES = "pull.latency", "limit.pull.copies"
+# Of a prefetch.
+BATCH_PAGES = 128
 PAGE_BYTES = 32 * KIB
 # 16 tokens of a model of eight billion parameters have twice as much.
 LARGE_PAGES, LARGE_PAGE_BYTES = 100, 1024 * KIB
 SECONDS = 120.0
 RANK, SERVER = "rank", "registry"
+PLANE, STAGING, SOURCE, DESTINATION = "plane", "staging", "source", "destination"
 
 
 def benchmarks(plan: Plan) -> list[Benchmark]:
@@ -38,6 +45,7 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
         for row in (
             _row(f"shm.{size}", pages, page_bytes, "raw memcpy", RawCopy, ""),
             _row(f"mooncake.{size}", pages, page_bytes, "raw Mooncake", RawMooncake, missing),
+            _copies(size, pages, page_bytes),
         )
     ]
 
@@ -59,6 +67,34 @@ def _row(
         baseline=lambda: raw(name, shape, 1),
         missing=missing,
     )
+
+
+def _copies(size: str, pages: int, page_bytes: int) -> Benchmark:
+    name, shape = f"{COPIES}.{size}", Shape(regions=1, pages=pages, page_bytes=page_bytes, aux_items=1)
+    return Benchmark(
+        metrics=(Metric(name, "GB/s", "higher", "raw memcpy", Target()),),
+        ours=lambda: Copied(name, pages, page_bytes),
+        baseline=lambda: RawCopy(name, shape, 1),
+    )
+
+
+class Copied:
+    """Each page three times in one process, a batch at a time: out of the cache, over the plane, into the cache."""
+
+    def __init__(self, name: str, pages: int, page_bytes: int) -> None:
+        self._name, self._nbytes = name, pages * page_bytes
+        self._worker = Worker("pull-copies")
+        self._worker.call(_open_caches, pages, page_bytes)
+
+    def turn(self) -> Figures:
+        return {self._name: self._nbytes / self._worker.call(_copy_thrice) / 1e9}
+
+    def peak_rss(self) -> int:
+        return self._worker.peak_rss()
+
+    def close(self) -> None:
+        self._worker.call(_close_plane)
+        self._worker.close()
 
 
 class Pulled:
@@ -155,3 +191,41 @@ def _pull(desk: Desk, pages: int) -> float:
 
 def _close(desk: Desk) -> None:
     desk.items[RANK].close()
+
+
+def _open_caches(desk: Desk, pages: int, page_bytes: int) -> None:
+    from kvgrpc.dataplane import open_plane
+    from kvgrpc.pull.staging import Staging
+
+    desk.items[PLANE] = plane = open_plane("shm")
+    desk.items[STAGING] = Staging(plane, 2 * BATCH_PAGES, page_bytes, 1, "float16")
+    content = np.random.default_rng(1).integers(0, 256, (pages, page_bytes), dtype=np.uint8)
+    desk.items[SOURCE], desk.items[DESTINATION] = content, np.zeros_like(content)
+
+
+def _copy_thrice(desk: Desk) -> float:
+    staging, source, destination = desk.items[STAGING], desk.items[SOURCE], desk.items[DESTINATION]
+    pages, page_bytes = source.shape
+    lent = staging.pool.regions[0].address
+    landed = lent + BATCH_PAGES * page_bytes
+    destination[:] = 0
+    began = time.perf_counter()
+    for first in range(0, pages, BATCH_PAGES):
+        count = min(BATCH_PAGES, pages - first)
+        staging.copy_in(range(count), _buffers(source, first, count))
+        ctypes.memmove(landed, lent, count * page_bytes)  # as the plane does
+        staging.copy_out(range(BATCH_PAGES, BATCH_PAGES + count), _buffers(destination, first, count))
+    seconds = time.perf_counter() - began
+    assert (destination == source).all()
+    return seconds
+
+
+def _buffers(cache: Any, first: int, count: int) -> Iterator[tuple[tuple[int, int]]]:
+    page_bytes = cache.shape[1]
+    for page in range(first, first + count):
+        yield ((cache.ctypes.data + page * page_bytes, page_bytes),)
+
+
+def _close_plane(desk: Desk) -> None:
+    desk.items[STAGING].close(SECONDS)
+    desk.items[PLANE].close(1.0)
