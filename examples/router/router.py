@@ -58,7 +58,8 @@ class Router:
             self._living = answer.plans[0].placements
 
     def prefix(self, tokens: Sequence[int]) -> index_service_pb2.ScorePrompt:
-        """What a request begins with, as its engines name it: here SGLang's."""
+        """What a request begins with, as its engines name it: here SGLang's. Beside vLLM's say it for those too, in
+        ``other_kinds`` of the question."""
         return index_service_pb2.ScorePrompt(sglang=index_service_pb2.SglangPrompt(token_ids=tokens), model=self._model)
 
     def pull(self, tokens: Sequence[int], at: index_service_pb2.Placement) -> int:
