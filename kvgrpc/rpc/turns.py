@@ -141,7 +141,7 @@ class Turns:
             self._begin(self._waiting, accounts_of_this_call() or _unnamed())
 
     def let_go(self) -> None:
-        """The call that runs now was let in, and is one that hands over: its further steps wait for no turn."""
+        """The call that runs now is a session with a rank that fits: its further steps wait for no turn."""
         self._lets_go = True
 
     @types.coroutine
@@ -173,7 +173,7 @@ class Turns:
                 leave()
                 leave = None
             thrown, raised = raised, None
-            self._in_a_step = has_turn
+            self._in_a_step, self._lets_go = has_turn, False
             try:
                 awaited = coroutine.send(None) if thrown is None else coroutine.throw(thrown)
             except StopIteration as end:
@@ -181,7 +181,7 @@ class Turns:
             finally:
                 thrown = None
                 self._in_a_step = False
-                goes_free, self._lets_go = goes_free or self._lets_go, False
+                goes_free = goes_free or self._lets_go
                 if has_turn:
                     self._ended = time.monotonic(), time.thread_time()
             try:

@@ -24,7 +24,7 @@ from kvgrpc.rpc.interceptors.deadline import deadline
 from kvgrpc.rpc.interceptors.errors import errors
 from kvgrpc.rpc.interceptors.parsing import merge_in_pieces
 from kvgrpc.rpc.interceptors.telemetry import telemetry
-from kvgrpc.rpc.methods import SESSION, largest_request
+from kvgrpc.rpc.methods import largest_request
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.turns import LARGE_BYTES, Turns, next_turn
 
@@ -87,8 +87,6 @@ class _Interceptor(grpc.aio.ServerInterceptor):
         return made
 
     def _layered(self, behaviour: Behaviour, method: Method) -> Any:
-        if method.path == SESSION:
-            behaviour = _let_in(behaviour)
         behaviour = _within(self._layers, method, behaviour)
         # It is counted, and its exception becomes a status; nothing else happens.
         refuse = _within([telemetry, errors], method, _refuse)
@@ -111,16 +109,6 @@ def _within(layers: Sequence[Layer], method: Method, behaviour: Behaviour) -> Be
     for layer in reversed(layers):
         behaviour = layer(method, behaviour)
     return behaviour
-
-
-def _let_in(behaviour: Behaviour) -> Behaviour:
-    """Of sessions: rooms wait for nobody's calls, but who opens a session, and whether it may, is asked in a turn."""
-
-    async def call(request: Any, context: Context) -> Any:
-        Turns.of_this_loop().let_go()
-        return await behaviour(request, context)
-
-    return call
 
 
 async def _refuse(request: Any, context: Context) -> None:

@@ -17,6 +17,7 @@ from kvgrpc.errors import (
     ServerDraining,
 )
 from kvgrpc.model import RankRef, Role
+from kvgrpc.rpc.turns import Turns
 from kvgrpc.rpc.waiters import Waiters
 from kvgrpc.rpc.within import within
 from kvgrpc.transfer import wire
@@ -136,6 +137,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         session = await self._greet(read, write, caller)
         if session is None:
             return
+        Turns.of_this_loop().let_go()
         session.caller = caller
         reading = self._start(self._read(session, read), f"session-read {session.ref}")
         try:
