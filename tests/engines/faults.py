@@ -83,7 +83,7 @@ def _ends(pair: Pair, now: Stages, role: str, seconds: float) -> None:
     survivor = _other(pair, role)  # vLLM's prefill answers before its blocks are through
     wait_until(lambda: all(_is_over_at(survivor, asked) for asked in waiting.values()))
     rooms_over = time.monotonic() - now.moment
-    assert rooms_over < seconds, survivor.log_tail()
+    assert rooms_over < seconds, f"after {rooms_over:.3f} s, bound {seconds}: {survivor.log_tail()}"
     if role == "prefill":
         assert "PEER_LOST" in pair.reason_of(now.alone.decode, now.alone.room)
     else:
