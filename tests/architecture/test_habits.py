@@ -144,6 +144,7 @@ THREADS = {
     "prefetch/threads/timers.py": "deadlines of operations; the controller's healthy",
     "prefetch/threads/queue_threads.py": "storage operations; the controller's healthy",
     "prefetch/storage/file/backend.py": "the scanner; a scan that fails is tried again",
+    "prefetch/storage/file/visiting.py": "a look at all files; what one raises is raised by the call",
     "prefetch/storage/mooncake/child.py": "the Store's own process, whose parent watches it",
     "prefetch/storage/mooncake/link.py": "the link to the Store's process; its calls end by their deadline",
     "rpc/loop.py": "the loop; its healthy",

@@ -26,8 +26,8 @@ def may_repeat(error: BaseException) -> bool:
 async def repeated(call: Callable[[float], Awaitable[T]], timeout: float) -> T:
     """Awaits ``call(seconds left)`` until it succeeds, may not be repeated, or ``timeout`` seconds would be over.
 
-    Waits with full jitter, never shorter than RetryInfo says. Raises the last error; where the last call had no time
-    for an answer, what the server said before.
+    Waits with full jitter, never shorter than RetryInfo says. Raises the last error; one of silence tells
+    what the server answered before.
     """
     clock = asyncio.get_running_loop().time
     deadline = clock() + timeout
@@ -50,13 +50,12 @@ async def repeated(call: Callable[[float], Awaitable[T]], timeout: float) -> T:
             with attempt:
                 try:
                     return await call(max(deadline - clock(), 0.001))
-                except PeerUnreachable:
-                    raise
                 except KvGrpcError as error:
-                    said = error
+                    said = error if error.answered else said
                     raise
     except PeerUnreachable as silence:
-        if said is not None and clock() >= deadline:
-            raise said from silence
-        raise
+        if said is None:
+            raise
+        text = f"{silence.message}; before that it answered {said}"
+        raise PeerUnreachable(text, metadata=silence.metadata) from said
     raise AssertionError("tenacity ends by returning or raising")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -282,10 +283,15 @@ class FileBackend(PageByPage):
                     tell(key)
 
     def _key_in(self, name: str) -> str | None:
-        """The key of the page in a file; None when the file is gone, cannot be read, or says none."""
+        """The key of the page in a file; None when the file is gone, cannot be read, or says none.
+
+        Raises OSError where this process has no descriptor left: that says nothing of the page.
+        """
         try:
             opened = self._folder.open(name)
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
             return None
         if opened is None:
             return None

@@ -121,8 +121,9 @@ class Folder:
             yield name
 
     def _entries(self, prefix: str, clean: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Yields the plain files in one folder: nothing else is a page."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path(prefix)) as entries:
+        """Yields the plain files in one folder: nothing else is a page. Raises OSError where the root is gone."""
+        absent = (FileNotFoundError, NotADirectoryError) if prefix else ()
+        with contextlib.suppress(*absent), os.scandir(self.path(prefix)) as entries:
             for entry in entries:
                 if self._form.is_page(entry.name):
                     if entry.is_file(follow_symlinks=False):
@@ -153,7 +154,8 @@ def is_full(error: OSError) -> bool:
 
 REMEMBERED_SECONDS = 300.0
 """A round that nobody went on with for so long begins anew: a page that came meanwhile may lie behind it."""
-_MOST_REMEMBERED = 16
+# Each has as many folders open as ``visited`` has threads.
+_MOST_REMEMBERED = 8
 
 
 class ResumableScans:

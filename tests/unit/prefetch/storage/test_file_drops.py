@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from inspect import GEN_SUSPENDED, getgeneratorstate
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 
@@ -17,6 +19,7 @@ from kvgrpc.prefetch.storage.base import OK, StorageDown
 from kvgrpc.prefetch.storage.file import folder as folder_module
 from kvgrpc.prefetch.storage.file.backend import FileBackend, FileConfig
 from kvgrpc.prefetch.storage.file.folder import Names
+from kvgrpc.prefetch.storage.file.visiting import THREADS
 from kvgrpc.prefetch.storage.paged import Listeners
 from tests.support.storage_pages import Arena
 
@@ -164,17 +167,45 @@ class TestAFolderThatOneCallDoesNotComeThrough:
         assert backend.clear("foreign/", SECONDS) == self.FOREIGN - lost + 1
 
     def test_few_are_remembered_and_none_after_its_close(self, backend: FileBackend) -> None:
+        descriptors = len(os.listdir("/proc/self/fd"))
         rounds = []
-        for number in range(40):
-            with pytest.raises(StorageDown):
-                backend.clear(f"nobody/{number}", 0.0)
+        for number in range(20):
+            for _ in range(3):
+                with pytest.raises(StorageDown):
+                    backend.clear(f"nobody/{number}", 0.0)
             rounds.append(backend._rounds._stopped[f"nobody/{number}"][1])
-        assert [self.has_open_folders(each) for each in rounds] == [False] * 24 + [True] * 16
+            assert 0 < self.open_folders(rounds[-1]) <= THREADS
+        assert [self.open_folders(each) > 0 for each in rounds] == [False] * 12 + [True] * 8
+        assert len(os.listdir("/proc/self/fd")) - descriptors <= 8 * THREADS
         assert backend.close(SECONDS), "which closes the folders that they have open"
-        assert not any(self.has_open_folders(each) for each in rounds)
+        assert not any(self.open_folders(each) for each in rounds)
 
-    def has_open_folders(self, folders: Iterable[Names]) -> bool:
-        return any(getgeneratorstate(names) == GEN_SUSPENDED for names in folders)
+    def open_folders(self, folders: Iterable[Names]) -> int:
+        return sum(getgeneratorstate(names) == GEN_SUSPENDED for names in folders)
+
+    @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+    def test_a_process_without_descriptors_passes_over_no_page(
+        self, backend: FileBackend, monkeypatch: pytest.MonkeyPatch, code: int
+    ) -> None:
+        def none_left(path: str, flags: int) -> int:
+            raise OSError(code, "injected")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "open", none_left)
+            with pytest.raises(StorageDown, match="injected"):
+                backend.clear("own/", SECONDS)
+        assert backend.clear("own/", SECONDS) == self.OWN
+
+
+@pytest.mark.parametrize("form", ["kvgrpc", "sglang"])
+def test_a_root_that_is_gone_is_an_error_and_no_empty_store(tmp_path: Path, form: Literal["kvgrpc", "sglang"]) -> None:
+    backend = FileBackend(FileConfig(path=str(tmp_path / "root"), format=form))
+    shutil.rmtree(tmp_path / "root")
+    with pytest.raises(StorageDown, match="No such file"):
+        backend.clear("", SECONDS)
+    with pytest.raises(StorageDown, match="No such file"):
+        backend.count("", SECONDS)
+    assert backend.close(SECONDS)
 
 
 @pytest.mark.parametrize("thing", ["folder", "pipe", "link"])

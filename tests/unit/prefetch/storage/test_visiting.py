@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 
 import pytest
 
@@ -56,13 +57,39 @@ def test_what_there_was_no_time_for_is_left() -> None:
     assert calls > 1
 
 
-def test_an_error_stops_all_and_is_raised() -> None:
-    def breaks() -> Iterator[str]:
-        yield "broken/0"
-        raise OSError("injected")
+def test_an_error_ends_those_who_would_never_end_and_is_raised() -> None:
+    def endless(folder: int) -> Names:
+        while True:
+            yield f"{folder}/page"
 
-    endless = (f"endless/{number}" for number in iter(int, 1))
-    with pytest.raises(OSError, match="injected"):
-        visited(deque([breaks(), *folders()]), lambda name: True, later())  # type: ignore[list-item]
+    def breaks(name: str) -> bool:
+        return bool(1 // (0 if name.startswith("7/") else 1))
+
+    left = deque(endless(folder) for folder in range(FOLDERS))
     with pytest.raises(ZeroDivisionError):
-        visited(deque([endless]), lambda name: bool(1 // 0), later())
+        visited(left, breaks, later())
+    assert not left
+
+
+def test_where_no_thread_can_be_started_the_caller_does_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    assert visited(folders(), lambda name: True, later()) == FOLDERS * FILES
+
+
+def test_a_disk_that_hangs_does_not_keep_the_process_from_ending() -> None:
+    """The caller is a daemon, as the thread is that goes on with a clear of SGLang."""
+    program = """
+import collections, threading, time
+from kvgrpc.prefetch.storage.file.visiting import visited
+hangs = threading.Event()
+def hang(name):
+    hangs.set()
+    threading.Event().wait()
+folders = collections.deque(iter(["name"]) for _ in range(20))
+threading.Thread(target=visited, args=(folders, hang, time.monotonic() + 60), daemon=True).start()
+assert hangs.wait(30)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
