@@ -176,6 +176,12 @@ def prompt_of_other_kind(
 
     if prompt_file is None:
         raise click.UsageError("--both-kinds needs --tokens: hashes are of one kind")
+    if bool(more["vllm_lora"]) != bool(more["lora_id"]):
+        raise click.UsageError("--both-kinds with an adapter needs --lora-id and --vllm-lora: each kind names it so")
+    if more["extra_key"]:
+        raise click.UsageError(
+            "--both-kinds goes without --extra-key: vLLM has none, and its pages are no such request's"
+        )
     other = index_service_pb2.ScorePrompt()
     if first.HasField("vllm"):
         _fill_sglang(other.sglang, _tokens(prompt_file), **more)

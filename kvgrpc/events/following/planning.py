@@ -6,6 +6,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from kvgrpc.events.following.index import Match
@@ -20,7 +21,7 @@ PULL_OVERHEAD_SECONDS = 0.02
 LEAST_GAIN = 0.05
 # What was planned counts until the engine has said what it has to do then: ranks say it each second.
 RESERVED_SECONDS = 1.5
-# Of all that hold a prompt only the longest are looked at for each place.
+# Of all that hold a prompt, in pages that a place can take, only the longest are looked at.
 _SOURCES_LOOKED_AT = 8
 # Each is tens of microseconds of estimates, and a fleet has thousands.
 _PLACES_OF_A_STEP = 16
@@ -132,11 +133,11 @@ class Planner:
         usual = statistics.median(rates) if rates else ASSUMED_BYTES_PER_SECOND
         lends = [each for each in held if each.lendable and (not asked.sources or each.engine in asked.sources)]
         lends.sort(key=lambda each: -each.lendable * each.page_tokens)
-        sources = lends[: _SOURCES_LOOKED_AT + 1]
+        sources = _Sources(lends)
         may_run = [each for each in held if not asked.engines or each.engine in asked.engines]
         places = []
         for number, each in enumerate(may_run, 1):
-            places.append(_place(asked, each, sources, given, typical, usual))
+            places.append(_place(asked, each, sources.of(each.load), given, typical, usual))
             if not number % _PLACES_OF_A_STEP:
                 yield None
         return sorted(places, key=_worth)
@@ -166,6 +167,23 @@ class _Reservation:
     placement: Placement
     at: float
     forgotten: bool = False
+
+
+class _Sources:
+    """Of those that lend, the longest first, the few that are worth a look for a taker: only such as it can take of."""
+
+    def __init__(self, lends: Sequence[Holding]) -> None:
+        self._lends = lends
+        self._found: dict[tuple[int, int, tuple[int, ...]], list[Holding]] = {}
+
+    def of(self, taker: EngineLoad | None) -> Sequence[Holding]:
+        if taker is None:
+            return ()
+        pages = taker.page_tokens, taker.page_bytes, taker.page_forms
+        if pages not in self._found:
+            fit = (each for each in self._lends if each.load is not None and _exchange(taker, each.load))
+            self._found[pages] = list(islice(fit, _SOURCES_LOOKED_AT + 1))  # one may be the taker itself
+        return self._found[pages]
 
 
 class _Given:
@@ -235,9 +253,9 @@ def _place(
 def _pull(
     at: Holding, load: EngineLoad, rates: Mapping[str, float], source: Holding, given: _Given, usual: float
 ) -> PullChoice | None:
-    """None where the source has nothing more, or its pages are other ones."""
+    """None where the source has nothing more, or blocks do not fill its pages."""
     lends, page, block = source.load, load.page_tokens, at.page_tokens
-    if lends is None or source.engine == at.engine or not _exchange(load, lends) or not block or page % block:
+    if lends is None or source.engine == at.engine or not block or page % block:
         return None
     lent = source.lendable * source.page_tokens // page * page
     lacking = lent - _tokens_held(at)

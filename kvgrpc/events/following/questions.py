@@ -108,6 +108,56 @@ def _check_other_kinds(asked: pb.PlanPrompt, field: str) -> None:
             raise InvalidRequest.of(f"{field}[{index}].model", other.model, f"empty, or {first.model!r} as of prompt")
         if other.labels and dict(other.labels) != dict(first.labels):
             raise InvalidRequest.of(f"{field}[{index}].labels", "others", "none, or those of prompt")
+        _check_same_request(first, other, f"{field}[{index}]")
+    kinds = {each.WhichOneof("prefix") for each in (first, *asked.other_kinds)}
+    if asked.other_kinds and not asked.tokens and kinds == {"block_hashes"}:
+        # Of a cache that has nothing nobody knows by whose hashes and pages its prompt were to be measured.
+        rule = "those of the request, where hashes of several kinds name it"
+        raise InvalidRequest.of(f"{field.removesuffix('.other_kinds')}.tokens", 0, rule)
+
+
+def _check_same_request(first: pb.ScorePrompt, other: pb.ScorePrompt, field: str) -> None:
+    """Tokens can be compared, hashes cannot: with another adapter or salt, other pages would count for this request."""
+    one, kind = _by_tokens(first), other.WhichOneof("prefix")
+    another = _by_tokens(other)
+    if one is None or another is None:
+        return
+    # SGLang has other numbers for the tokens of an image than vLLM.
+    if not (_has_images(one) or _has_images(another)) and one.token_ids != another.token_ids:
+        raise InvalidRequest.of(f"{field}.{kind}.token_ids", f"{len(another.token_ids)} others", "those of prompt")
+    if one.cache_salt != another.cache_salt:
+        raise InvalidRequest.of(f"{field}.{kind}.cache_salt", another.cache_salt, "that of prompt")
+    # An extra key is SGLang's alone: vLLM's pages are of a request without.
+    if _extra_key(one) != _extra_key(another):
+        name = "sglang.extra_key" if kind == "sglang" else "vllm"
+        raise InvalidRequest.of(f"{field}.{name}", _extra_key(another), "of a request with the extra key of prompt")
+    if type(one) is type(another):
+        differ = _adapter(one) != _adapter(another)
+    else:  # each kind names an adapter in its own way
+        differ = bool(_adapter(one)) != bool(_adapter(another))
+    if differ:
+        name = "lora_id" if kind == "sglang" else "lora"
+        raise InvalidRequest.of(f"{field}.{kind}.{name}", "another", "the adapter of prompt, or none as there")
+
+
+def _by_tokens(prompt: pb.ScorePrompt) -> pb.SglangPrompt | pb.VllmPrompt | None:
+    kind = prompt.WhichOneof("prefix")
+    return prompt.sglang if kind == "sglang" else prompt.vllm if kind == "vllm" else None
+
+
+def _has_images(prompt: pb.SglangPrompt | pb.VllmPrompt) -> bool:
+    return isinstance(prompt, pb.VllmPrompt) and bool(prompt.multimodal)
+
+
+def _extra_key(prompt: pb.SglangPrompt | pb.VllmPrompt) -> str:
+    return prompt.extra_key if isinstance(prompt, pb.SglangPrompt) else ""
+
+
+def _adapter(prompt: pb.SglangPrompt | pb.VllmPrompt) -> str | tuple[str, str]:
+    """Empty: none."""
+    if isinstance(prompt, pb.SglangPrompt):
+        return prompt.lora_id
+    return (prompt.lora.name, prompt.lora.path) if prompt.HasField("lora") else ""
 
 
 def labels_from_pb(prompt: pb.ScorePrompt, field: str) -> LabelSet:

@@ -31,9 +31,10 @@ class IndexAnswer:
         """Those that have it, most pages first, then those of which the index cannot know; not those that lack it.
         ``has_other_names``: for its pages, by which the index was not asked. None: nobody knows yet, so they are asked
         where nobody else has the prompt, and then it is known."""
-        has = [each for each in holders if self.pages.get((each.engine, each.dp))]
+        has, others = list[Holder](), list[Holder]()
+        for each in holders:
+            (has if self.pages.get((each.engine, each.dp)) else others).append(each)
         has.sort(key=lambda each: -self.pages[each.engine, each.dp])
-        others = [each for each in holders if each not in has]
         unknown = [each for each in others if not each.tells or has_other_names(each)]
         if not has:
             unknown += [each for each in others if each.tells and has_other_names(each) is None]

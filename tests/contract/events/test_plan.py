@@ -116,16 +116,88 @@ def test_people_see_a_plan(
         assert ended.value.code in (0, None)
         shown.append(capsys.readouterr().out)
     (tmp_path / "prompt.json").write_text(json.dumps(prompt(12)))
-    both = ["--tokens", str(tmp_path / "prompt.json"), "--both-kinds", "--json"]
-    for command, code in ((both, (0, None)), ([*named, "--both-kinds"], (2,))):
+    by_vllm = ["--tokens", str(tmp_path / "prompt.json"), "--vllm", "--json"]
+    for command in (by_vllm, [*by_vllm, "--both-kinds"]):
         with pytest.raises(SystemExit) as ended:
             main(["events", "plan", "-s", index.address, *command])
-        assert ended.value.code in code
+        assert ended.value.code in (0, None)
         shown.append(capsys.readouterr().out)
-    assert json.loads(shown[2]) == json.loads(shown[1]), "by vLLM's hashes nobody has anything"
+    nothing = json.loads(shown[2])["plans"][0]["placements"]
+    assert {(each["hostBlocks"], "pull" in each) for each in nothing} == {(0, False)}, (
+        "by vLLM's hashes nobody has anything"
+    )
+    assert json.loads(shown[3]) == json.loads(shown[1])
     assert "taker" in shown[0] and "holder" in shown[0] and "assumed" in shown[0]
     placements = json.loads(shown[1])["plans"][0]["placements"]
     assert placements[0]["pull"]["engine"] == "holder"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--hash", "1"], "--tokens"),
+        (["--vllm-lora", "adapter", "/path"], "--lora-id"),
+        (["--lora-id", "adapter"], "--vllm-lora"),
+        (["--extra-key", "tenant"], "--extra-key"),
+    ],
+)
+def test_what_only_one_kind_is_told_is_no_plan_of_both(
+    index: SyncClient, capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], why: str
+) -> None:
+    """The other kind's pages were those of the base model."""
+    (tmp_path / "prompt.json").write_text(json.dumps(prompt(12)))
+    tokens = [] if "--hash" in arguments else ["--tokens", str(tmp_path / "prompt.json")]
+    with pytest.raises(SystemExit) as ended:
+        main(["events", "plan", "-s", index.address, "--both-kinds", *tokens, *arguments])
+    assert ended.value.code == 2 and why in capsys.readouterr().err
+
+
+def by_sglang(**more: Any) -> pb.ScorePrompt:
+    return pb.ScorePrompt(sglang=pb.SglangPrompt(**{"token_ids": [1, 2, 3], **more}))
+
+
+def by_vllm(**more: Any) -> pb.ScorePrompt:
+    return pb.ScorePrompt(vllm=pb.VllmPrompt(**{"token_ids": [1, 2, 3], **more}))
+
+
+LORA = pb.LoraAdapter(name="n", path="p")
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "field"),
+    [
+        (by_sglang(), by_vllm(token_ids=[1, 2]), "vllm.token_ids"),
+        (by_vllm(), by_sglang(token_ids=[1, 2, 4]), "sglang.token_ids"),
+        (by_sglang(cache_salt="s"), by_vllm(), "vllm.cache_salt"),
+        (by_vllm(), by_sglang(cache_salt="s"), "sglang.cache_salt"),
+        (by_sglang(lora_id="n"), by_vllm(), "vllm.lora"),
+        (by_vllm(), by_sglang(lora_id="n"), "sglang.lora_id"),
+        (by_vllm(lora=LORA), by_vllm(lora=pb.LoraAdapter(name="n", path="q")), "vllm.lora"),
+        (by_sglang(lora_id="n"), by_sglang(lora_id="m"), "sglang.lora_id"),
+        (by_sglang(extra_key="k"), by_sglang(extra_key="l"), "sglang.extra_key"),
+        (by_vllm(), by_sglang(extra_key="k"), "sglang.extra_key"),
+        (by_sglang(extra_key="k"), by_vllm(), "vllm"),
+    ],
+)
+def test_other_kinds_are_of_the_same_request(
+    index: SyncClient, first: pb.ScorePrompt, other: pb.ScorePrompt, field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        index.plan(pb.PlanRequest(prompts=[pb.PlanPrompt(prompt=first, other_kinds=[first, other])]))
+    assert refused.value.metadata["field"] == f"prompts[0].other_kinds[1].{field}"
+
+
+def test_one_request_in_the_words_of_each_kind_is_taken(index: SyncClient) -> None:
+    image = pb.MultimodalItem(identifier="i", first_token=0, tokens=1)
+    hashes = asked().prompt
+    for first, other in (
+        (by_sglang(lora_id="n", cache_salt="s"), by_vllm(lora=LORA, cache_salt="s")),
+        (by_sglang(page_tokens=4), by_sglang(bigram=True)),
+        (by_vllm(multimodal=[image]), by_sglang(token_ids=[77, 2, 3])),
+        (hashes, by_vllm(cache_salt="s")),
+    ):
+        index.plan(pb.PlanRequest(prompts=[pb.PlanPrompt(prompt=first, other_kinds=[other])]))
+    index.plan(pb.PlanRequest(prompts=[pb.PlanPrompt(prompt=hashes, other_kinds=[hashes], tokens=3)]))
 
 
 @pytest.mark.parametrize(
@@ -137,6 +209,7 @@ def test_people_see_a_plan(
         (pb.PlanRequest(prompts=[asked(engines=["e"] * 1025)]), "prompts[0].engines"),
         (pb.PlanRequest(prompts=[asked(sources=["e"] * 1025)]), "prompts[0].sources"),
         (pb.PlanRequest(prompts=[asked(other_kinds=[asked().prompt] * 4)]), "prompts[0].other_kinds"),
+        (pb.PlanRequest(prompts=[asked(other_kinds=[asked().prompt])]), "prompts[0].tokens"),
         (pb.PlanRequest(prompts=[asked(other_kinds=[pb.ScorePrompt()])]), "prompts[0].other_kinds[0].prefix"),
         (pb.PlanRequest(prompts=[asked(other_kinds=[pb.ScorePrompt(model="m")])]), "prompts[0].other_kinds[0].model"),
         (

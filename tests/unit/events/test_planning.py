@@ -185,6 +185,15 @@ def test_caches_that_say_what_their_pages_are_exchange_those_that_they_have_in_c
     assert pulled(replace(LOAD, page_forms=(2,), page_tokens=32)) is None
 
 
+def test_longer_sources_that_are_of_no_use_hide_none_that_is() -> None:
+    """As many as are looked at, and more, hold more of the prompt in pages of the other kind."""
+    other, own = (replace(LOAD, waiting_tokens=10_000, page_forms=(form,)) for form in (1, 2))
+    sources = [holding(f"other{number}", 95, load=other) for number in range(12)]
+    best = placed(*sources, holding("busy", 90, load=own), holding("idle", load=replace(LOAD, page_forms=(2,))))[0]
+    assert best.engine == "idle" and best.pull is not None
+    assert (best.pull.engine, best.pull.blocks) == ("busy", 90)
+
+
 def test_pages_of_several_blocks_are_lent_whole() -> None:
     """Both have pages of 64 tokens; one has blocks of 16 on its device, and events tell of these."""
     large = replace(LOAD, page_tokens=64, page_bytes=4_000_000)
