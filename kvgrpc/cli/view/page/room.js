@@ -5,10 +5,11 @@ import { make, rate, setText, size, svg, took, words } from "/elements.js";
 
 const STAGES = { bootstrap: "until both sides were known", wait: "until there were pages", transfer: "until all had moved" };
 const at = (id) => document.getElementById(id);
-const ENDED = ["SUCCESS", "FAILED"], CANCEL = "Cancel this room";
+const ENDED = ["SUCCESS", "FAILED"];
 let asked = 0;
 
-export async function openRoom(room, attempt = 0) {
+// "refused": what ranks said that did not cancel it; empty: nobody was asked, or all did.
+export async function openRoom(room, attempt = 0, refused = "") {
   const mine = ++asked;
   setText(at("room-title"), attempt ? `Room ${room}, attempt ${attempt}` : `Room ${room}`);
   at("room-told").replaceChildren(make("p", "dim", "asking all ranks"));
@@ -20,6 +21,7 @@ export async function openRoom(room, attempt = 0) {
   } catch {
     told = [make("p", "bad", "kvgrpc view does not answer")];
   }
+  if (refused) told.push(make("p", "bad", `Not cancelled everywhere: ${refused}`));
   if (mine === asked) at("room-told").replaceChildren(...told);
 }
 
@@ -40,30 +42,41 @@ function story(found) {
   return [...(failed ? why(failed) : []), timeline(found.sides), ...found.sides.map(facts), ...silent, ...(found.may_cancel && open ? [canceller(found)] : [])];
 }
 
-// The first click only asks.
+// Two buttons beside each other: a double click, or a key that is held, only asks.
 function canceller({ room, attempt }) {
-  const made = make("button", "", CANCEL), place = make("p", "", made);
-  made.type = "button";
-  made.id = "room-cancel";
-  made.addEventListener("click", async () => {
-    if (made.textContent === CANCEL) return setText(made, "Cancel it on both sides: sure?");
-    made.disabled = true;
-    const failed = await cancel(room, attempt);
-    if (failed) place.append(make("p", "bad", failed));
-    else openRoom(room, attempt);
+  const ask = button("room-cancel", "Cancel this room"), sure = button("room-cancel-sure", "Yes, on both sides"), failed = make("p", "bad");
+  sure.hidden = true;
+  ask.addEventListener("click", () => (sure.hidden = false));
+  sure.addEventListener("click", async () => {
+    const mine = asked;
+    sure.disabled = true;
+    const { cancelled, refused } = await cancel(room, attempt);
+    if (mine !== asked || !at("room").open) return; // whoever asked looks at another room now, or at none
+    if (cancelled) return openRoom(room, attempt, refused);
+    setText(failed, refused);
+    sure.disabled = false;
+    sure.hidden = true;
   });
-  return place;
+  return make("div", "", ask, " ", sure, failed);
 }
 
-// Why it was not cancelled; empty: it was.
+function button(id, text) {
+  const made = make("button", "", text);
+  made.type = "button";
+  made.id = id;
+  return made;
+}
+
+// Whether any rank cancelled it, and what those said that did not.
 async function cancel(room, attempt) {
+  const failed = (refused) => ({ cancelled: false, refused });
   try {
     const answer = await fetch(`/cancel?room=${encodeURIComponent(room)}&attempt=${encodeURIComponent(attempt)}`, { method: "POST" });
-    if (!answer.ok) return (await answer.text()).trim();
-    const { cancelled, refused } = await answer.json();
-    return cancelled.length ? "" : refused.slice(0, 5).join("; ") || "no rank knows the room any more";
+    if (!answer.ok) return failed((await answer.text()).trim());
+    const { cancelled, refused } = await answer.json(), told = refused.slice(0, 5).join("; ");
+    return cancelled.length ? { cancelled: true, refused: told } : failed(told || "no rank knows the room any more");
   } catch {
-    return "kvgrpc view does not answer";
+    return failed("kvgrpc view does not answer");
   }
 }
 
