@@ -44,7 +44,7 @@ class Engine:
 SGLANG = Engine(
     title="SGLang",
     package="sglang",
-    tried=("0.5.23",),
+    tried=("0.5.22", "0.5.23"),
     instead="use another transfer backend",
     needs={
         HAND_OFFS: {
