@@ -285,10 +285,15 @@ def test_plans_are_those_of_the_index_in_python(tmp_path: Path) -> None:
             assert any(each.HasField("pull") for each in plans(other)[0].placements)
             for more in ({"engines": ["b", "c"]}, {"sources": ["b"]}, {"tokens": 77}, {"tokens": 5000}):
                 wait_until(lambda more=more: same(**more))  # type: ignore[misc]
+            by_hashes = pb.ScorePrompt(block_hashes=pb.BlockHashes(values=values))
             for request, field in (
                 (pb.PlanRequest(), "prompts"),
                 (pb.PlanRequest(prompts=[pb.PlanPrompt()]), "prompts[0].prompt.prefix"),
                 (pb.PlanRequest(prompts=[pb.PlanPrompt(engines=["e"] * 1025)]), "prompts[0].engines"),
+                (
+                    pb.PlanRequest(prompts=[pb.PlanPrompt(prompt=by_hashes, other_kinds=[by_hashes])]),
+                    "prompts[0].tokens",
+                ),
             ):
                 with pytest.raises(InvalidRequest) as wrong:
                     other.plan(request)

@@ -126,6 +126,10 @@ impl IndexService for Index {
                 let (model, labels) = (question.model.clone(), question.labels.clone());
                 other_kinds.push(Question { model, labels, ..other });
             }
+            if each.tokens == 0 && !other_kinds.is_empty() {
+                let rule = "those of the request, where hashes of several kinds name it";
+                return Err(invalid(&format!("prompts[{at}].tokens"), "0", rule));
+            }
             let (tokens, engines, sources) = (each.tokens.into(), each.engines, each.sources);
             questions.push(PlanQuestion { question, tokens, engines, sources, other_kinds });
         }

@@ -16,7 +16,7 @@ const PULL_OVERHEAD_SECONDS: f64 = 0.02;
 const LEAST_GAIN: f64 = 0.05;
 /// What was planned counts until the engine has said what it has to do then: ranks say it each second.
 const RESERVED: Duration = Duration::from_millis(1500);
-/// Of all that hold a prompt only the longest are looked at for each place.
+/// Of all that hold a prompt, in pages that a place can take, only the longest are looked at.
 const SOURCES_LOOKED_AT: usize = 8;
 const LONGEST_SECONDS: f64 = 1e9;
 const MAX_PULL_RATES: usize = 64;
@@ -27,7 +27,7 @@ const MAX_PAGE_FORMS: usize = 8;
 pub struct PlanQuestion {
     /// How it begins.
     pub question: Question,
-    /// Tokens of all of it; 0: those of its blocks.
+    /// Tokens of all of it; 0: those of its blocks. With `other_kinds` say them: blocks of each kind are others.
     pub tokens: u64,
     /// Engines that could run it; none: all that are followed, of its model.
     pub engines: Vec<String>,
@@ -168,15 +168,33 @@ pub(crate) fn placements(asked: &PlanQuestion, held: &[Holding], given: &Given) 
         |each: &&Holding| each.lendable > 0 && (asked.sources.is_empty() || asked.sources.contains(&each.key.engine));
     let mut sources: Vec<&Holding> = held.iter().filter(may_lend).collect();
     sources.sort_by_key(|each| Reverse(each.lendable as u64 * u64::from(each.page_tokens)));
-    sources.truncate(SOURCES_LOOKED_AT + 1);
+    let mut looked_at = SourcesByTaker::default();
     let may_run = |each: &&Holding| asked.engines.is_empty() || asked.engines.contains(&each.key.engine);
-    let places = held.iter().filter(may_run).map(|at| place(asked, at, &sources, given, typical, usual));
+    let places =
+        held.iter().filter(may_run).map(|at| place(asked, at, looked_at.of(at.load, &sources), given, typical, usual));
     let mut places: Vec<(Option<f64>, pb::Placement)> = places.collect();
     places.sort_by(|(a, at), (b, other)| {
         let soonest = |seconds: &Option<f64>| seconds.unwrap_or(f64::INFINITY);
         soonest(a).total_cmp(&soonest(b)).then_with(|| worth(at).cmp(&worth(other)))
     });
     places.into_iter().map(|(_, placement)| placement).collect()
+}
+
+/// For each sort of pages the few sources that are worth a look: only such as pages can be taken of.
+#[derive(Default)]
+struct SourcesByTaker<'a>(HashMap<(u32, u64, &'a [u64]), Vec<&'a Holding<'a>>>);
+
+impl<'a> SourcesByTaker<'a> {
+    /// Of `sources`, the longest first.
+    fn of(&mut self, taker: Option<&'a pb::EngineLoad>, sources: &[&'a Holding<'a>]) -> &[&'a Holding<'a>] {
+        let Some(taker) = taker else { return &[] };
+        let found =
+            self.0.entry((taker.page_tokens, taker.page_bytes, taker.page_forms.as_slice())).or_insert_with(|| {
+                let fit = sources.iter().filter(|each| each.load.is_some_and(|load| exchange(taker, load)));
+                fit.take(SOURCES_LOOKED_AT + 1).copied().collect() // one may be the taker itself
+            });
+        found
+    }
 }
 
 /// Of those of which nothing is known those with most of the prompt come first, then those with least to do.
@@ -237,11 +255,11 @@ fn place(
     (Some(first_token), placement)
 }
 
-/// None where the source has nothing more, or its pages are other ones.
+/// None where the source has nothing more, or blocks do not fill its pages.
 fn pull(at: &Holding, source: &Holding, given: &Given, usual: f64) -> Option<pb::PlannedPull> {
     let (load, lends) = (at.load?, source.load?);
     let (page, block) = (u64::from(load.page_tokens), u64::from(at.page_tokens));
-    if source.key.engine == at.key.engine || !exchange(load, lends) || block == 0 || !page.is_multiple_of(block) {
+    if source.key.engine == at.key.engine || block == 0 || !page.is_multiple_of(block) {
         return None;
     }
     let lent = source.lendable as u64 * u64::from(source.page_tokens) / page * page;

@@ -266,6 +266,35 @@ fn engines_of_two_kinds_are_in_one_plan() {
     assert!(planned(&load(1_000_000, &[1]), &load(1_000_000, &[3])).pull.is_none(), "as large, and of no use");
 }
 
+#[test]
+fn longer_sources_that_are_of_no_use_hide_none_that_is() {
+    let load = |form: u64, waiting_tokens| pb::EngineLoad {
+        prefill_tokens_per_second: 1000.0,
+        waiting_tokens,
+        page_tokens: 16,
+        page_bytes: 1_000_000,
+        page_forms: vec![form],
+        ..Default::default()
+    };
+    let loads = [load(1, 10_000), load(2, 10_000), load(2, 0)];
+    let of_other_kind = (0..12).map(|number| (format!("other{number}"), 95, &loads[0]));
+    let all = of_other_kind.chain([("busy".into(), 90, &loads[1]), ("idle".into(), 0, &loads[2])]);
+    let all: Vec<(CacheKey, usize, &pb::EngineLoad)> =
+        all.map(|(engine, blocks, load)| (CacheKey { engine, dp: 0 }, blocks, load)).collect();
+    let held = all.iter().map(|(key, blocks, load)| Holding {
+        key,
+        ends: [*blocks; crate::groups::REACHES],
+        lendable: *blocks,
+        page_tokens: 16,
+        blocks: 100,
+        load: Some(load),
+    });
+    let held: Vec<Holding> = held.collect();
+    let best = placements(&PlanQuestion::default(), &held, &Given::default()).remove(0);
+    let pull = best.pull.unwrap();
+    assert_eq!((best.engine.as_str(), pull.engine.as_str(), pull.blocks), ("idle", "busy", 90));
+}
+
 #[tokio::test]
 async fn a_plan_that_is_refused_or_left_leaves_nothing_reserved() {
     let mut world = World::new();
