@@ -135,7 +135,6 @@ def test_no_turn_of_the_loop_is_long_and_no_room_is_lost(attacked: Attacked, pai
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="3 to 6 times on a quiet machine: docs/bounds.md")
 def test_a_pair_is_three_times_as_slow_at_most_as_beside_callers_of_another_process(
     attacked: Attacked, another: Attacked, pair: Pair
 ) -> None:
