@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -21,8 +21,9 @@ PULL_OVERHEAD_SECONDS = 0.02
 LEAST_GAIN = 0.05
 # What was planned counts until the engine has said what it has to do then: ranks say it each second.
 RESERVED_SECONDS = 1.5
-# Of all that hold a prompt, in pages that a place can take, only the longest are looked at.
-_SOURCES_LOOKED_AT = 8
+# Of all that hold a prompt, in pages that a place can take, only the longest are looked at; of one engine fewer: its
+# own ranks pull from others alone.
+_SOURCES_LOOKED_AT, _OF_ONE_ENGINE = 9, 4
 # Each is tens of microseconds of estimates, and a fleet has thousands.
 _PLACES_OF_A_STEP = 16
 _Cache = tuple[str, int]
@@ -181,9 +182,16 @@ class _Sources:
             return ()
         pages = taker.page_tokens, taker.page_bytes, taker.page_forms
         if pages not in self._found:
-            fit = (each for each in self._lends if each.load is not None and _exchange(taker, each.load))
-            self._found[pages] = list(islice(fit, _SOURCES_LOOKED_AT + 1))  # one may be the taker itself
+            self._found[pages] = list(islice(self._fit(taker), _SOURCES_LOOKED_AT))
         return self._found[pages]
+
+    def _fit(self, taker: EngineLoad) -> Iterator[Holding]:
+        of_engine: Counter[str] = Counter()
+        for each in self._lends:
+            if each.load is None or of_engine[each.engine] == _OF_ONE_ENGINE or not _exchange(taker, each.load):
+                continue
+            of_engine[each.engine] += 1
+            yield each
 
 
 class _Given:

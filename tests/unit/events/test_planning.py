@@ -194,6 +194,14 @@ def test_longer_sources_that_are_of_no_use_hide_none_that_is() -> None:
     assert (best.pull.engine, best.pull.blocks) == ("busy", 90)
 
 
+def test_the_ranks_of_one_engine_hide_no_other_source_from_it() -> None:
+    busy = replace(LOAD, waiting_tokens=10_000)
+    ranks = [holding("wide", 95, load=busy)._replace(dp=dp) for dp in range(1, 13)]
+    best = placed(*ranks, holding("narrow", 90, load=busy), holding("wide"))[0]
+    assert (best.engine, best.dp) == ("wide", 0)
+    assert best.pull is not None and best.pull.engine == "narrow"
+
+
 def test_pages_of_several_blocks_are_lent_whole() -> None:
     """Both have pages of 64 tokens; one has blocks of 16 on its device, and events tell of these."""
     large = replace(LOAD, page_tokens=64, page_bytes=4_000_000)

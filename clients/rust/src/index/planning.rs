@@ -16,8 +16,10 @@ const PULL_OVERHEAD_SECONDS: f64 = 0.02;
 const LEAST_GAIN: f64 = 0.05;
 /// What was planned counts until the engine has said what it has to do then: ranks say it each second.
 const RESERVED: Duration = Duration::from_millis(1500);
-/// Of all that hold a prompt, in pages that a place can take, only the longest are looked at.
-const SOURCES_LOOKED_AT: usize = 8;
+/// Of all that hold a prompt, in pages that a place can take, only the longest are looked at; of one engine fewer: its own ranks
+/// pull from others alone.
+const SOURCES_LOOKED_AT: usize = 9;
+const OF_ONE_ENGINE: usize = 4;
 const LONGEST_SECONDS: f64 = 1e9;
 const MAX_PULL_RATES: usize = 64;
 const MAX_PAGE_FORMS: usize = 8;
@@ -190,8 +192,14 @@ impl<'a> SourcesByTaker<'a> {
         let Some(taker) = taker else { return &[] };
         let found =
             self.0.entry((taker.page_tokens, taker.page_bytes, taker.page_forms.as_slice())).or_insert_with(|| {
+                let mut of_engine: HashMap<&str, usize> = HashMap::new();
                 let fit = sources.iter().filter(|each| each.load.is_some_and(|load| exchange(taker, load)));
-                fit.take(SOURCES_LOOKED_AT + 1).copied().collect() // one may be the taker itself
+                let few = fit.filter(|each| {
+                    let known = of_engine.entry(each.key.engine.as_str()).or_default();
+                    *known += 1;
+                    *known <= OF_ONE_ENGINE
+                });
+                few.take(SOURCES_LOOKED_AT).copied().collect()
             });
         found
     }

@@ -268,19 +268,36 @@ fn engines_of_two_kinds_are_in_one_plan() {
 
 #[test]
 fn longer_sources_that_are_of_no_use_hide_none_that_is() {
-    let load = |form: u64, waiting_tokens| pb::EngineLoad {
+    let (other, busy, idle) = (load_of(1, 10_000), load_of(2, 10_000), load_of(2, 0));
+    let of_other_kind = (0..12).map(|number| (format!("other{number}"), 0, 95, &other));
+    let best = best_of(of_other_kind.chain([("busy".into(), 0, 90, &busy), ("idle".into(), 0, 0, &idle)]));
+    let pull = best.pull.unwrap();
+    assert_eq!((best.engine.as_str(), pull.engine.as_str(), pull.blocks), ("idle", "busy", 90));
+}
+
+#[test]
+fn the_ranks_of_one_engine_hide_no_other_source_from_it() {
+    let (busy, idle) = (load_of(1, 10_000), load_of(1, 0));
+    let ranks = (1..13).map(|dp| ("wide".into(), dp, 95, &busy));
+    let best = best_of(ranks.chain([("narrow".into(), 0, 90, &busy), ("wide".into(), 0, 0, &idle)]));
+    assert_eq!((best.engine.as_str(), best.dp, best.pull.unwrap().engine.as_str()), ("wide", 0, "narrow"));
+}
+
+fn load_of(form: u64, waiting_tokens: u64) -> pb::EngineLoad {
+    pb::EngineLoad {
         prefill_tokens_per_second: 1000.0,
         waiting_tokens,
         page_tokens: 16,
         page_bytes: 1_000_000,
         page_forms: vec![form],
         ..Default::default()
-    };
-    let loads = [load(1, 10_000), load(2, 10_000), load(2, 0)];
-    let of_other_kind = (0..12).map(|number| (format!("other{number}"), 95, &loads[0]));
-    let all = of_other_kind.chain([("busy".into(), 90, &loads[1]), ("idle".into(), 0, &loads[2])]);
+    }
+}
+
+/// The best place for a prompt of 100 blocks of which these hold so many each.
+fn best_of<'a>(all: impl Iterator<Item = (String, u32, usize, &'a pb::EngineLoad)>) -> pb::Placement {
     let all: Vec<(CacheKey, usize, &pb::EngineLoad)> =
-        all.map(|(engine, blocks, load)| (CacheKey { engine, dp: 0 }, blocks, load)).collect();
+        all.map(|(engine, dp, blocks, load)| (CacheKey { engine, dp }, blocks, load)).collect();
     let held = all.iter().map(|(key, blocks, load)| Holding {
         key,
         ends: [*blocks; crate::groups::REACHES],
@@ -290,9 +307,7 @@ fn longer_sources_that_are_of_no_use_hide_none_that_is() {
         load: Some(load),
     });
     let held: Vec<Holding> = held.collect();
-    let best = placements(&PlanQuestion::default(), &held, &Given::default()).remove(0);
-    let pull = best.pull.unwrap();
-    assert_eq!((best.engine.as_str(), pull.engine.as_str(), pull.blocks), ("idle", "busy", 90));
+    placements(&PlanQuestion::default(), &held, &Given::default()).remove(0)
 }
 
 #[tokio::test]
