@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from kvgrpc.client import SyncClient
 from kvgrpc.model import RankRef
 from kvgrpc.prefetch.model import OperationKind
 from kvgrpc.pull.model import Holder, PullConfig
 from kvgrpc.pull.wire import identity_to_pb
-from kvgrpc.server import RegistryServer
+from kvgrpc.server import IndexServer, RegistryServer
 from kvgrpc.v1 import pull_service_pb2 as pb
 from kvgrpc.v1.pull_service_pb2_grpc import PullServiceStub
 from kvgrpc.wire import rank_ref_to_pb
@@ -48,6 +51,16 @@ class PullFleet:
         holder, taker = self.open("holder"), self.open("taker")
         wait_until(lambda: bool(candidates_of(taker)))
         return holder, taker
+
+    @contextlib.contextmanager
+    def index(self) -> Iterator[SyncClient]:
+        """A client of an index that follows these ranks."""
+        server = IndexServer(["127.0.0.1:0"], registry=self.registry).open()
+        try:
+            with SyncClient(server.address) as client:
+                yield client
+        finally:
+            server.close()
 
     def close(self) -> None:
         for rank in reversed(self.ranks):

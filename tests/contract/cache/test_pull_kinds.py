@@ -17,7 +17,6 @@ from kvgrpc.prefetch.model import OperationKind, OperationState
 from kvgrpc.prefetch.pools.host import Bytes
 from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
 from kvgrpc.pull.common import CommonPages
-from kvgrpc.server import IndexServer
 from kvgrpc.server.cache import lent
 from kvgrpc.v1 import index_service_pb2 as index_pb
 from tests.support.cache_serving import CacheRank, hashes_of, prompt
@@ -135,10 +134,8 @@ def test_pages_of_another_name_are_taken_as_far_as_it_is_known(
 
 @pytest.fixture
 def index(fleet: PullFleet) -> Iterator[SyncClient]:
-    server = IndexServer(["127.0.0.1:0"], registry=fleet.registry).open()
-    with SyncClient(server.address) as client:
+    with fleet.index() as client:
         yield client
-    server.close()
 
 
 def events_of(hashes: Sequence[str]) -> index_pb.ScorePrompt:

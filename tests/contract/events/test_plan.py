@@ -16,7 +16,6 @@ from kvgrpc.client import SyncClient
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.log.digest import hash_key
 from kvgrpc.hashing import sglang_event_hash
-from kvgrpc.server import IndexServer
 from kvgrpc.v1 import index_service_pb2 as pb
 from tests.support.cache_serving import SHAPE, CacheRank, hashes_of, prompt
 from tests.support.pull_fleet import PATIENT, PullFleet, candidates_of, pulled
@@ -34,10 +33,8 @@ def fleet(tmp_path: Path) -> Iterator[PullFleet]:
 
 @pytest.fixture
 def index(fleet: PullFleet) -> Iterator[SyncClient]:
-    server = IndexServer(["127.0.0.1:0"], registry=fleet.registry).open()
-    with SyncClient(server.address) as client:
+    with fleet.index() as client:
         yield client
-    server.close()
 
 
 @pytest.fixture
