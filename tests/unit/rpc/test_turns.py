@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
@@ -15,8 +16,25 @@ import kvgrpc.rpc.turns
 from kvgrpc.errors import TooManyRequests
 from kvgrpc.rpc.callers import CALLER, PEER, Caller
 from kvgrpc.rpc.interceptors.chain import _decoded
-from kvgrpc.rpc.turns import LARGE_BYTES, LONGEST_REST_SECONDS, PIECE_SECONDS, Turns, _Line, _Waiting, in_pieces
+from kvgrpc.rpc.turns import (
+    LARGE_BYTES,
+    LONGEST_REST_SECONDS,
+    PIECE_SECONDS,
+    SWITCH_SECONDS,
+    Turns,
+    _Line,
+    _Waiting,
+    in_pieces,
+)
 from tests.support.waiting import until
+
+
+@pytest.fixture(autouse=True)
+def own_switch_interval() -> Iterator[None]:
+    """A loop that ends while hand-offs go on puts nothing back."""
+    usual = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(usual)
 
 
 def compute(seconds: float) -> None:
@@ -364,3 +382,40 @@ def test_those_that_came_once_are_forgotten() -> None:
         waiting.charge((("", f"host {number}"), ("", f"host {number}", "1")), 0.001)
     lines = [waiting._callers, *waiting._connections.values()]
     assert len(lines) < 2_000 and max(len(line.had) for line in lines) < 1_000
+
+
+async def test_threads_change_sooner_while_calls_wait_beside_hand_offs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvgrpc.rpc.turns, "HURRY_SECONDS", 0.02)
+    turns, usual = Turns.of_this_loop(), sys.getswitchinterval()
+    seen = []
+
+    async def call() -> None:
+        compute(0.001)
+        seen.append(sys.getswitchinterval())
+
+    async def made() -> None:
+        await turns.in_turns(call())
+
+    turns.hurry()
+    await made()
+    assert seen == [usual], "nobody waited"
+    await asyncio.gather(made(), made(), made())
+    assert seen[-1] == SWITCH_SECONDS < usual
+    await until(lambda: sys.getswitchinterval() == usual, 5)
+
+
+async def test_an_interval_that_somebody_set_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvgrpc.rpc.turns, "HURRY_SECONDS", 0.02)
+    turns = Turns.of_this_loop()
+
+    async def call() -> None:
+        compute(0.001)
+
+    async def made() -> None:
+        await turns.in_turns(call())
+
+    turns.hurry()
+    await asyncio.gather(made(), made())
+    sys.setswitchinterval(0.002)
+    await until(lambda: turns._usual_switch is None, 5)
+    assert sys.getswitchinterval() == 0.002
