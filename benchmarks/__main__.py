@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import claims
+from benchmarks import claims, missed
 from benchmarks.harness import chart
 from benchmarks.harness.plan import FULL, QUICK, Plan
 from benchmarks.harness.quiet import run_quietly
@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [row for row in rows if _wanted(row.metric.name, options.only)]
     show(rows, problems, console)
     claims.say(rows, console)
+    missed.say(rows, console)
     if options.markdown:
         print(markdown(rows))
     if options.plots:

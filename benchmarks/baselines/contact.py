@@ -62,17 +62,18 @@ class BareDecode:
         self._memory = self._engine.allocate(regions * page_bytes)
         self._end = StreamEnd()
 
-    def contact(self, port: int) -> float:
-        """Seconds from the question to the word that the page is there."""
+    def contact(self, port: int) -> tuple[float, float]:
+        """Seconds from the question to the greeting, and to the word that the page is there."""
         begin = time.perf_counter()
         self._end.ask(port)
         self._end.connect(port)
         hello = json.dumps((self._engine.session, self._memory)).encode()
         self._end.on_loop(lambda: self._end.start(self._end.send(hello)))
         self._end.wait(1, PAUSE)
+        greeted = time.perf_counter() - begin
         self._end.write()
         self._end.wait(2, PAUSE)
-        return time.perf_counter() - begin
+        return greeted, time.perf_counter() - begin
 
     def close(self) -> None:
         self._end.close()

@@ -36,6 +36,7 @@ class Plan:
     bulk_bytes: int = 256 * MIB
     bulk_repeats: int = 3
     prefetch_pages: int = 1_000
+    controller_pages: int = 64_000
     pull_pages: tuple[int, ...] = (1, 100, 10_000)
     pull_tokens: tuple[int, ...] = (128, 512, 2_048, 8_000)
     publishes: int = 4_000
@@ -72,6 +73,7 @@ QUICK = Plan(
     bulk_bytes=2 * MIB,
     bulk_repeats=1,
     prefetch_pages=8,
+    controller_pages=300,
     pull_pages=(4,),
     pull_tokens=(40,),
     publishes=100,

@@ -56,7 +56,7 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
             baseline=lambda: InitCost(other(few, plan), plan.busy_rooms, INIT_AFTER_PAUSE, 1, APART),
         ),
         Benchmark(
-            metrics=(Metric(ROOM_MEMORY, "B/room", "lower", managers),),
+            metrics=(Metric(ROOM_MEMORY, "B/room", "lower", managers, Target(value=2_000)),),
             ours=lambda: RoomMemory(many, plan),
             baseline=lambda: RoomMemory(other(many, plan), plan),
             warm_ups=0,
@@ -103,6 +103,7 @@ class RoomMemory:
 
     setting: Setting
     plan: Plan
+    name: str = ROOM_MEMORY
     highest: int = 0
 
     def turn(self) -> Figures:
@@ -115,7 +116,7 @@ class RoomMemory:
             self.highest = max(self.highest, pair.peak_rss())
         finally:
             pair.close()
-        return {ROOM_MEMORY: grown / self.plan.rooms_in_flight}
+        return {self.name: grown / self.plan.rooms_in_flight}
 
     def peak_rss(self) -> int:
         return self.highest

@@ -16,8 +16,7 @@ POLL, READY = "engine.poll", "engine.ready"
 
 
 def benchmarks(plan: Plan) -> list[Benchmark]:
-    setting = Setting("kvgrpc", "null", Shape(2, 64, plan.page_bytes, aux_items=64))
-    baseline = named(plan, SEED)
+    setting, baseline = setting_of_calls(plan), named(plan, SEED)
     return [
         Benchmark(
             metrics=(
@@ -36,26 +35,30 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
     ]
 
 
+def setting_of_calls(plan: Plan) -> Setting:
+    return Setting("kvgrpc", "null", Shape(2, 64, plan.page_bytes, aux_items=64))
+
+
 class Polls(Pair):
     """Each look of decode's engine at one open room after the other, some microseconds apart."""
 
-    def __init__(self, setting: Setting, number: int) -> None:
+    def __init__(self, setting: Setting, number: int, name: str = POLL) -> None:
         super().__init__(setting)
         self._rooms = number
+        self._percentiles = {name: 50, f"{name}.p99": 99, f"{name}.max": 100}
 
     def turn(self) -> Figures:
         took = self.hand_off(self.orders(self._rooms, 1, CONTROL_PAUSE), rooms.time_polls)
-        names = {POLL: 50, f"{POLL}.p99": 99, f"{POLL}.max": 100}
-        return {name: percentile(took, percent) * 1e6 for name, percent in names.items()}
+        return {name: percentile(took, percent) * 1e6 for name, percent in self._percentiles.items()}
 
 
 class Made(Pair):
     """From the making of a receiver until its pages may be given, on a session that stands."""
 
-    def __init__(self, setting: Setting, number: int) -> None:
+    def __init__(self, setting: Setting, number: int, name: str = READY) -> None:
         super().__init__(setting)
-        self._rooms = number
+        self._name, self._rooms = name, number
 
     def turn(self) -> Figures:
         took = self.hand_off_cold(self.orders(self._rooms, 1, CONTROL_PAUSE), rooms.time_making)
-        return {READY: percentile(took, 50) * 1e6}
+        return {self._name: percentile(took, 50) * 1e6}

@@ -35,7 +35,7 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
         Benchmark(
             metrics=(
                 Metric(PUBLISH_COST, "us", "lower", "seed publisher", Target(ratio=1)),
-                Metric(f"{PUBLISH_COST}.p99", "us", "lower", "seed publisher", Target(value=20)),
+                Metric(f"{PUBLISH_COST}.p99", "us", "lower", "seed publisher", Target(value=30)),
             ),
             ours=lambda: PublishCost("kvgrpc", plan.publishes),
             baseline=lambda: PublishCost("seed", plan.publishes),
@@ -75,16 +75,16 @@ class _Stream:
 class PublishCost(_Stream):
     """Time of ``publish`` on the caller's thread, with one live subscriber."""
 
-    def __init__(self, protocol: ProtocolName, number: int) -> None:
+    def __init__(self, protocol: ProtocolName, number: int, name: str = PUBLISH_COST) -> None:
         super().__init__(protocol)
-        self._number = number
+        self._name, self._number = name, number
         self._published = 0
         self.reader.call(_subscribe, self.endpoint)
 
     def turn(self) -> Figures:
         took = self.publisher.call(_publish_timed, self._published, self._number)
         self._published += self._number
-        return {PUBLISH_COST: percentile(took, 50) * 1e6, f"{PUBLISH_COST}.p99": percentile(took, 99) * 1e6}
+        return {self._name: percentile(took, 50) * 1e6, f"{self._name}.p99": percentile(took, 99) * 1e6}
 
 
 class Replay(_Stream):

@@ -21,9 +21,29 @@ from benchmarks.harness.plan import Plan
 from benchmarks.harness.rounds import Benchmark, Contender, Figures
 from benchmarks.harness.table import Metric
 from benchmarks.harness.worker import Desk, Family, Worker
-from benchmarks.rows.control import BURST, PAUSE, InitCost, Throughput, many_rooms, percentile
-from benchmarks.rows.handoff import CONTROL_PAUSE, ENGINE_STEP, PAGE_PAUSE, SEED, FirstContact, Latency
+from benchmarks.rows.control import BURST, PAUSE, InitCost, RoomMemory, Throughput, many_rooms, percentile
+from benchmarks.rows.dataplane import RawMooncake
+from benchmarks.rows.engine_calls import Made, Polls, setting_of_calls
+from benchmarks.rows.events import PUBLISH_INTERVAL, PublishCost
+from benchmarks.rows.handoff import (
+    CONTROL_PAUSE,
+    ENGINE_STEP,
+    PAGE_PAUSE,
+    SEED,
+    Concurrent,
+    FirstContact,
+    Latency,
+    setting_of_concurrent,
+)
 from benchmarks.rows.many_pairs import ManyPairs, lone_rooms_of_each, shape_of_many
+from benchmarks.rows.room_sizes import (
+    FewRooms,
+    PagesOfARoom,
+    SizedRooms,
+    setting_of_few,
+    setting_of_tiny,
+    sizes_of_pages,
+)
 from benchmarks.rows.rooms import WORK, Between, cpu_used, settle
 from benchmarks.sides.base import Setting
 from benchmarks.sides.memory import Shape
@@ -42,7 +62,12 @@ ROOMS, CONTROL, PAGE = "limit.throughput", "limit.control_latency", "limit.laten
 WAKE = "limit.init_cost"
 CONTACT, BUSY, TORCH = "limit.first_contact", "limit.busy_engine", "limit.torch_engine"
 IDLE, PAIRS = "limit.idle.pairs", "limit.pairs"
-END, ENDS, ENGINE, MEMORY, ANSWERED = "end", "ends", "engine", "memory", "answered"
+FEW, PAGES, TINY, CONCURRENT = "limit.few", "limit.pages", "limit.tiny", "limit.concurrent"
+POLL, MADE = "limit.engine.poll", "limit.engine.ready"
+ROOM_MEMORY, PUBLISH = "limit.room_memory", "limit.publish_cost"
+# Of more rooms at once limit.throughput tells.
+MOST_OF_FEW = 1_000
+END, ENDS, ENGINE, MEMORY, ANSWERED, BEFORE = "end", "ends", "engine", "memory", "answered", "before"
 # As sessions without rooms do, both ways (docs/session/opening.md).
 QUIET_SECONDS = 0.9
 
@@ -52,21 +77,29 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
     shape = Shape(plan.regions, pages, plan.page_bytes, aux_items=pages)
     still, moving = Setting("seed", "null", shape), Setting("seed", "mooncake", shape)
     of_many = Setting("seed", "null", shape_of_many(plan))
+    tiny, concurrent = setting_of_tiny(), setting_of_concurrent(plan)
     missing = "" if mooncake_is_here() else "mooncake.engine cannot be imported"
 
     def row(name: str, part: Callable[[], Contender], whole: Callable[[], Contender], missing: str = "") -> Benchmark:
         return Benchmark((Metric(name, "ms", "lower", SEED),), part, whole, missing)
 
+    def with_tail(
+        name: str, unit: str, part: Callable[[], Contender], whole: Callable[[], Contender], missing: str = ""
+    ) -> Benchmark:
+        metrics = Metric(name, unit, "lower", SEED), Metric(f"{name}.p99", unit, "lower", SEED)
+        return Benchmark(metrics, part, whole, missing)
+
     def stream(name: str, number: int, pause: float, between: Between) -> Benchmark:
-        return row(
+        return with_tail(
             name,
+            "ms",
             lambda: BareStream(name, number, pause, between),
-            lambda: Latency(still, number, name, pause, tail=False, between=between),
+            lambda: Latency(still, number, name, pause, between=between),
         )
 
     rooms = plan.sequential_rooms
     many = many_rooms(plan)
-    bare, seed = (dataclasses.replace(many, protocol=protocol) for protocol in ("bare", "seed"))
+    bare, seed = both(many)
     return [
         Benchmark(
             (
@@ -78,12 +111,30 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
         ),
         Benchmark(
             (Metric(WAKE, "us", "lower", "seed ZMQ send"), Metric(f"{WAKE}.p99", "us", "lower", "seed ZMQ send")),
-            lambda: BareWake(plan.timed_inits),
+            lambda: BareWake(WAKE, plan.timed_inits, BURST, PAUSE),
             lambda: InitCost(seed, plan.timed_inits, WAKE, BURST),
         ),
+        with_tail(
+            PUBLISH,
+            "us",
+            lambda: BareWake(PUBLISH, plan.publishes, 1, PUBLISH_INTERVAL),
+            lambda: PublishCost("seed", plan.publishes, PUBLISH),
+        ),
+        Benchmark(
+            (Metric(ROOM_MEMORY, "B/room", "lower", "seed managers"),),
+            lambda: RoomMemory(bare, plan, ROOM_MEMORY),
+            lambda: RoomMemory(seed, plan, ROOM_MEMORY),
+            warm_ups=0,
+        ),
+        *_calls(plan),
+        *(_few(plan, count) for count in plan.few_rooms if count <= MOST_OF_FEW),
+        *(_pages(sized) for sized in sizes_of_pages(plan)),
         *(
             Benchmark(
-                (Metric(f"{IDLE}.{pairs}", "ms/s", "lower", "the same streams, pings alone"),),
+                (
+                    Metric(f"{IDLE}.{pairs}", "ms/s", "lower", "the same streams, pings alone"),
+                    Metric(f"{IDLE}.{pairs}.prefill", "ms/s", "lower", "the same streams, pings alone"),
+                ),
                 partial(IdleStreams, plan, pairs, QUIET_SECONDS),
                 partial(IdleStreams, plan, pairs, 0.0),
             )
@@ -93,6 +144,7 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
             row(f"{PAIRS}.{pairs}", partial(LoneFrames, plan, pairs), partial(LoneRooms, of_many, plan, pairs))
             for pairs in plan.pairs
         ),
+        *(_rooms_of_all(of_many, plan, pairs) for pairs in plan.pairs),
         stream(CONTROL, plan.control_rooms, CONTROL_PAUSE, Between.NAP),
         stream(BUSY, plan.busy_rooms, ENGINE_STEP, Between.PYTHON),
         stream(TORCH, plan.busy_rooms, ENGINE_STEP, Between.TORCH),
@@ -102,26 +154,97 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
             lambda: Latency(moving, rooms, PAGE, PAGE_PAUSE, tail=False),
             missing,
         ),
-        row(
-            CONTACT,
+        Benchmark(
+            (Metric(CONTACT, "ms", "lower", SEED), Metric(f"{CONTACT}.ready", "ms", "lower", SEED)),
             lambda: BareContact(plan),
-            lambda: FirstContact(moving, plan.contacts, CONTACT, ready=False),
+            lambda: FirstContact(moving, plan.contacts, CONTACT),
+            missing,
+        ),
+        with_tail(
+            TINY,
+            "ms",
+            lambda: BareTiny(tiny.shape, plan.sequential_rooms),
+            lambda: Latency(of_seeds(tiny), plan.sequential_rooms, TINY, PAGE_PAUSE),
+            missing,
+        ),
+        Benchmark(
+            (Metric(CONCURRENT, "GB/s", "higher", SEED),),
+            lambda: RawMooncake(CONCURRENT, in_one_region(concurrent.shape), 1),
+            lambda: Concurrent(of_seeds(concurrent), plan, CONCURRENT),
             missing,
         ),
     ]
 
 
-class BareWake:
-    """An append and a wake of a loop that sleeps, in the bursts of ``control.init_cost``."""
+def _calls(plan: Plan) -> list[Benchmark]:
+    bare, seed = both(setting_of_calls(plan))
+    return [
+        Benchmark(
+            tuple(Metric(POLL + which, "us", "lower", SEED) for which in ("", ".p99", ".max")),
+            lambda: Polls(bare, plan.control_rooms, POLL),
+            lambda: Polls(seed, plan.control_rooms, POLL),
+        ),
+        Benchmark(
+            (Metric(MADE, "us", "lower", SEED),),
+            lambda: Made(bare, plan.busy_rooms, MADE),
+            lambda: Made(seed, plan.busy_rooms, MADE),
+        ),
+    ]
 
-    def __init__(self, number: int) -> None:
-        self._number = number
+
+def _few(plan: Plan, at_once: int) -> Benchmark:
+    setting, in_all = setting_of_few(plan, at_once)
+    name, (bare, seed) = f"{FEW}.{at_once}", both(setting)
+    return Benchmark(
+        (Metric(name, "rooms/s", "higher", SEED),),
+        lambda: FewRooms(bare, name, in_all, at_once),
+        lambda: FewRooms(seed, name, in_all, at_once),
+    )
+
+
+def _pages(sized: SizedRooms) -> Benchmark:
+    name, (bare, seed) = f"{PAGES}.{sized.name}", both(sized.setting)
+    return Benchmark(
+        (Metric(name, "ms", "lower", SEED),),
+        lambda: PagesOfARoom(bare, name, sized),
+        lambda: PagesOfARoom(seed, name, sized),
+    )
+
+
+def _rooms_of_all(setting: Setting, plan: Plan, pairs: int) -> Benchmark:
+    bare, seed = both(setting)
+    return Benchmark(
+        (Metric(f"{PAIRS}.{pairs}.rooms", "rooms/s", "higher", SEED),),
+        lambda: RoomsOfAll(bare, plan, pairs),
+        lambda: RoomsOfAll(seed, plan, pairs),
+    )
+
+
+def both(setting: Setting) -> tuple[Setting, Setting]:
+    """With handles, plans, protobuf and a bare stream and nothing else; and with the seeds' protocol."""
+    return dataclasses.replace(setting, protocol="bare"), of_seeds(setting)
+
+
+def of_seeds(setting: Setting) -> Setting:
+    return dataclasses.replace(setting, protocol="seed")
+
+
+def in_one_region(shape: Shape) -> Shape:
+    """As many pages of the same size."""
+    return Shape(1, shape.regions * shape.pages, shape.page_bytes, shape.aux_items)
+
+
+class BareWake:
+    """An append and a wake of a loop that sleeps, in bursts of so many, a pause after each."""
+
+    def __init__(self, name: str, number: int, burst: int, pause: float) -> None:
+        self._name, self._work = name, (number, burst, pause)
         self._worker = Worker("wake")
         self._worker.call(_start_loop)
 
     def turn(self) -> Figures:
-        took = self._worker.call(_time_wakes, self._number)
-        return {WAKE: percentile(took, 50) * 1e6, f"{WAKE}.p99": percentile(took, 99) * 1e6}
+        took = self._worker.call(_time_wakes, *self._work)
+        return {self._name: percentile(took, 50) * 1e6, f"{self._name}.p99": percentile(took, 99) * 1e6}
 
     def peak_rss(self) -> int:
         return self._worker.peak_rss()
@@ -143,7 +266,7 @@ class BareStream:
         answering = self._far.begin(_answer, *self._work)
         took = self._near.call(_ask, *self._work)
         answering.result()
-        return {self._name: percentile(took, 50) * 1e3}
+        return {self._name: percentile(took, 50) * 1e3, f"{self._name}.p99": percentile(took, 99) * 1e3}
 
     def peak_rss(self) -> int:
         return self._near.peak_rss() + self._far.peak_rss()
@@ -151,6 +274,20 @@ class BareStream:
     def close(self) -> None:
         self._near.close()
         self._far.close()
+
+
+class BareTiny(BareStream):
+    """A frame, a page by the bare engine, and a frame back."""
+
+    def __init__(self, shape: Shape, number: int) -> None:
+        super().__init__(TINY, number, PAGE_PAUSE, Between.NAP)
+        nbytes, of_region = (
+            shape.regions * shape.region_bytes,
+            range(0, shape.regions * shape.region_bytes, shape.region_bytes),
+        )
+        peer = self._near.call(_start_mooncake, nbytes)
+        _, source = self._far.call(_start_mooncake, nbytes)
+        self._far.call(_write_before_each_answer, peer, source, of_region, shape.page_bytes)
 
 
 class ManyStreams:
@@ -186,9 +323,11 @@ class IdleStreams(ManyStreams):
         super().__init__(pairs, each)
 
     def turn(self) -> Figures:
-        before = self._near.call(cpu_used)
+        workers = {self._name: self._near, f"{self._name}.prefill": self._far[0]}
+        before = {name: worker.call(cpu_used) for name, worker in workers.items()}
         time.sleep(self._seconds)
-        return {self._name: (self._near.call(cpu_used) - before) / self._seconds * 1e3}
+        used = {name: worker.call(cpu_used) - before[name] for name, worker in workers.items()}
+        return {name: seconds / self._seconds * 1e3 for name, seconds in used.items()}
 
 
 class LoneFrames(ManyStreams):
@@ -214,6 +353,13 @@ class LoneRooms(ManyPairs):
         return {f"{PAIRS}.{self.pairs}": percentile(self.lone_rooms(), 50) * 1e3}
 
 
+class RoomsOfAll(ManyPairs):
+    """The rooms of all at once of ``handoff.pairs`` alone."""
+
+    def turn(self) -> Figures:
+        return {f"{PAIRS}.{self.pairs}.rooms": self.rooms_at_once()}
+
+
 class BarePages:
     """One page of all regions after the other by the bare engine, which nobody asks for them."""
 
@@ -221,8 +367,9 @@ class BarePages:
         self._plan = plan
         self._number = number
         self._source, self._target = Worker("page-source"), Worker("page-target")
-        self._peer = self._target.call(_start_mooncake, plan)
-        self._source.call(_start_mooncake, plan)
+        nbytes = plan.regions * plan.sequential_rooms * plan.page_bytes
+        self._peer = self._target.call(_start_mooncake, nbytes)
+        self._source.call(_start_mooncake, nbytes)
 
     def turn(self) -> Figures:
         return {PAGE: percentile(self._source.call(_write_pages, self._plan, self._peer, self._number), 50) * 1e3}
@@ -250,7 +397,8 @@ class BareContact:
             took.append(self._decode.call(_make_contact, port))
             for worker in (self._decode, self._prefill):
                 worker.call(_close_contact)
-        return {CONTACT: percentile(took, 50) * 1e3}
+        ready, done = zip(*took, strict=True)
+        return {CONTACT: percentile(done, 50) * 1e3, f"{CONTACT}.ready": percentile(ready, 50) * 1e3}
 
     def peak_rss(self) -> int:
         return self._prefill.peak_rss() + self._decode.peak_rss()
@@ -265,15 +413,16 @@ def _start_loop(desk: Desk) -> None:
     settle()
 
 
-def _time_wakes(desk: Desk, number: int) -> list[float]:
+def _time_wakes(desk: Desk, number: int, burst: int, pause: float) -> list[float]:
     end: WokenLoop = desk.items[END]
     took = []
-    for start in range(0, number, BURST):
-        for item in range(start, min(start + BURST, number)):
+    for start in range(0, number, burst):
+        for item in range(start, min(start + burst, number)):
             begin = time.perf_counter()
             end.append(item)
             took.append(time.perf_counter() - begin)
-        end.wait(PAUSE)
+        time.sleep(pause)
+        end.wait(pause)
     return took
 
 
@@ -332,8 +481,18 @@ def _answer(desk: Desk, number: int, pause: float, between: Between) -> None:
     answered: int = desk.items.get(ANSWERED, 0)
     for heard in range(answered + 1, answered + 1 + number):
         end.wait(heard, pause, WORK[between])
+        if before := desk.items.get(BEFORE):
+            before()
         end.write()
     desk.items[ANSWERED] = answered + number
+
+
+def _write_before_each_answer(desk: Desk, peer: tuple[str, int], source: int, offsets: range, nbytes: int) -> None:
+    """The same page each time, all of its writes at once."""
+    engine: BareMooncake = desk.items[ENGINE]
+    session, target = peer
+    page = [source + at for at in offsets], [target + at for at in offsets], [nbytes] * len(offsets)
+    desk.items[BEFORE] = lambda: engine.write_at_once(session, page)
 
 
 def _open_prefill(desk: Desk, plan: Plan) -> int:
@@ -347,7 +506,7 @@ def _open_decode(desk: Desk, plan: Plan) -> None:
     settle()
 
 
-def _make_contact(desk: Desk, port: int) -> float:
+def _make_contact(desk: Desk, port: int) -> tuple[float, float]:
     end: BareDecode = desk.items[END]
     return end.contact(port)
 
@@ -357,9 +516,9 @@ def _close_contact(desk: Desk) -> None:
     end.close()
 
 
-def _start_mooncake(desk: Desk, plan: Plan) -> tuple[str, int]:
+def _start_mooncake(desk: Desk, nbytes: int) -> tuple[str, int]:
     engine = desk.items[ENGINE] = BareMooncake()
-    desk.items[MEMORY] = engine.allocate(plan.regions * plan.sequential_rooms * plan.page_bytes)
+    desk.items[MEMORY] = engine.allocate(nbytes)
     settle()
     return engine.session, desk.items[MEMORY]
 

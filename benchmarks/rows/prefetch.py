@@ -12,8 +12,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from benchmarks.rows.storage import start_store
 
 SECONDS = 120.0
 FILE, MOONCAKE, LIMIT = "prefetch.file", "prefetch.mooncake", "limit.prefetch"
+CONTROLLER = "prefetch.controller"
+# The controller's own batch.
+BATCH_PAGES = 128
 _NO_TARGET = Target()
 RAW = "raw pread, one thread"
 Start = Callable[[Desk, int], None]
@@ -55,6 +58,11 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
             (_open_mooncake, _turn_backend),
             (_open_bare, _turn_bare),
             missing=missing,
+        ),
+        Benchmark(
+            metrics=(Metric(CONTROLLER, "us/page", "lower", "its storage's calls alone", Target(value=10)),),
+            ours=lambda: Costs(_turn_instant_prefetch, plan.controller_pages),
+            baseline=lambda: Costs(_turn_instant_reads, plan.controller_pages),
         ),
     ]
 
@@ -94,6 +102,81 @@ class Side:
     def close(self) -> None:
         self._worker.call(_close)
         self._worker.close()
+
+
+class Costs:
+    """CPU of a page where storage answers at once and moves nothing."""
+
+    def __init__(self, turn: Turn, pages: int) -> None:
+        self._turn, self._pages = turn, pages
+        self._worker = Worker("prefetch-controller")
+        self._worker.call(_open_instant, pages)
+
+    def turn(self) -> Figures:
+        return {CONTROLLER: self._worker.call(self._turn) / self._pages * 1e6}
+
+    def peak_rss(self) -> int:
+        return self._worker.peak_rss()
+
+    def close(self) -> None:
+        self._worker.call(_close)
+        self._worker.close()
+
+
+class InstantStorage:
+    """A StorageBackend that has every page, as far as it says."""
+
+    name = "instant"
+
+    def register(self, memory: Sequence[Any]) -> None: ...
+
+    def count_leading(self, keys: Sequence[str], timeout: float) -> int:
+        return len(keys)
+
+    def read(self, keys: Sequence[str], pages: Sequence[Any], timeout: float) -> list[Any]:
+        from kvgrpc.prefetch.storage.base import OK
+
+        return [OK] * len(keys)
+
+    def on_removed(self, removed: Any) -> None: ...
+
+    def close(self, timeout: float) -> bool:
+        return True
+
+
+def _open_instant(desk: Desk, pages: int) -> None:
+    from kvgrpc.prefetch.model import PrefetchLimits
+    from kvgrpc.prefetch.pools.host import HostPool
+    from kvgrpc.prefetch.pools.shape import PageShape
+    from kvgrpc.prefetch.runtime.controller import CacheController
+
+    shape = PageShape.mha(layers=1, page_tokens=1, heads=1, head_dim=64, dtype="float16")
+    desk.items["host"] = host = HostPool(shape, pages)
+    desk.items["hashes"] = [f"{number:064x}" for number in range(pages)]
+    desk.items["backend"] = storage = cast(Any, InstantStorage())
+    limits = PrefetchLimits(threshold_tokens=1, occupancy=1.0, operation_timeout=SECONDS, storage_timeout=SECONDS)
+    desk.items["controller"] = CacheController(host, storage, lambda page_hash, extra_key: page_hash, limits=limits)
+
+
+def _turn_instant_prefetch(desk: Desk) -> float:
+    host, controller = desk.items["host"], desk.items["controller"]
+    began = time.process_time()
+    operation = controller.prefetch(desk.items["hashes"])
+    assert operation.wait(SECONDS)
+    seconds = time.process_time() - began
+    (landed,) = controller.keeper.take()
+    assert len(landed.pages) == host.pages
+    host.table.release(landed.pages)
+    return seconds
+
+
+def _turn_instant_reads(desk: Desk) -> float:
+    host, backend, hashes = desk.items["host"], desk.items["backend"], desk.items["hashes"]
+    began = time.process_time()
+    for first in range(0, host.pages, BATCH_PAGES):
+        some = range(first, min(first + BATCH_PAGES, host.pages))
+        backend.read(hashes[first : first + BATCH_PAGES], [host.page_buffers(page) for page in some], SECONDS)
+    return time.process_time() - began
 
 
 def _open_pool(desk: Desk, pages: int) -> Any:
@@ -164,8 +247,8 @@ def _turn_backend(desk: Desk) -> float:
     _memory(host)[:] = 0
     buffers = [host.page_buffers(page) for page in range(host.pages)]
     began = time.perf_counter()
-    for first in range(0, host.pages, 128):
-        part = slice(first, first + 128)
+    for first in range(0, host.pages, BATCH_PAGES):
+        part = slice(first, first + BATCH_PAGES)
         assert all(result.ok for result in backend.read(hashes[part], buffers[part], SECONDS))
     seconds = time.perf_counter() - began
     _check(host, range(host.pages))
@@ -227,8 +310,8 @@ def _turn_bare(desk: Desk) -> float:
     _memory(host)[:] = 0
     addresses, sizes = _addresses(host)
     began = time.perf_counter()
-    for first in range(0, host.pages, 128):
-        part = slice(first, first + 128)
+    for first in range(0, host.pages, BATCH_PAGES):
+        part = slice(first, first + BATCH_PAGES)
         assert min(client.batch_get_into_multi_buffers(hashes[part], addresses[part], sizes[part])) == MIB
     seconds = time.perf_counter() - began
     _check(host, range(host.pages))

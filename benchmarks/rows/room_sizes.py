@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from benchmarks.baselines.engines import mooncake_is_here
 from benchmarks.harness.plan import KIB, Plan
 from benchmarks.harness.rounds import Benchmark, Figures
@@ -27,12 +29,10 @@ MOST_ROOMS, PAGES_OF_A_TURN = 300, 500_000
 
 def benchmarks(plan: Plan) -> list[Benchmark]:
     missing = "" if mooncake_is_here() else "mooncake.engine cannot be imported"
-    tiny = Setting("kvgrpc", "mooncake", Shape(REGIONS, 64, TINY_BYTES, aux_items=64))
-    smallest, *_, largest = plan.room_pages
+    tiny = setting_of_tiny()
     return [
         *(_few(plan, count) for count in plan.few_rooms),
-        *(_pages(plan, count, adjacent=True) for count in plan.room_pages if count != largest),
-        *(_pages(plan, count, adjacent=False) for count in plan.room_pages if count != smallest),
+        *(_pages(plan, sized) for sized in sizes_of_pages(plan)),
         Benchmark(
             metrics=(
                 Metric(TINY, "ms", "lower", named(plan, SEED), Target(ratio=1)),
@@ -47,8 +47,7 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
 
 def _few(plan: Plan, at_once: int) -> Benchmark:
     name = f"{FEW}.{at_once}"
-    in_all = 2 * max(at_once, plan.pair_rooms // 2)
-    setting = Setting("kvgrpc", "null", Shape(REGIONS, 1024, 64, aux_items=in_all))
+    setting, in_all = setting_of_few(plan, at_once)
     return Benchmark(
         metrics=(Metric(name, "rooms/s", "higher", named(plan, SEED), Target(ratio=FEW_RATIOS.get(at_once))),),
         ours=lambda: FewRooms(setting, name, in_all, at_once),
@@ -56,16 +55,52 @@ def _few(plan: Plan, at_once: int) -> Benchmark:
     )
 
 
-def _pages(plan: Plan, count: int, *, adjacent: bool) -> Benchmark:
-    name = f"{PAGES}.{'adjacent' if adjacent else 'scattered'}.{count}"
-    ratio = (ADJACENT_RATIOS if adjacent else SCATTERED_RATIOS).get(count)
-    number = min(MOST_ROOMS, plan.control_rooms, max(5, PAGES_OF_A_TURN // count))
-    setting = Setting("kvgrpc", "null", Shape(REGIONS, 2 * count, 64, aux_items=number))
+def _pages(plan: Plan, sized: SizedRooms) -> Benchmark:
+    name = f"{PAGES}.{sized.name}"
+    ratio = (ADJACENT_RATIOS if sized.adjacent else SCATTERED_RATIOS).get(sized.pages)
     return Benchmark(
         metrics=(Metric(name, "ms", "lower", named(plan, SEED), Target(ratio=ratio)),),
-        ours=lambda: PagesOfARoom(setting, name, number, count, adjacent),
-        baseline=lambda: PagesOfARoom(other(setting, plan), name, number, count, adjacent),
+        ours=lambda: PagesOfARoom(sized.setting, name, sized),
+        baseline=lambda: PagesOfARoom(other(sized.setting, plan), name, sized),
     )
+
+
+def setting_of_tiny() -> Setting:
+    return Setting("kvgrpc", "mooncake", Shape(REGIONS, 64, TINY_BYTES, aux_items=64))
+
+
+def setting_of_few(plan: Plan, at_once: int) -> tuple[Setting, int]:
+    """And how many rooms a turn has."""
+    in_all = 2 * max(at_once, plan.pair_rooms // 2)
+    return Setting("kvgrpc", "null", Shape(REGIONS, 1024, 64, aux_items=in_all)), in_all
+
+
+@dataclass(frozen=True, slots=True)
+class SizedRooms:
+    """``rooms`` of a turn, each of so many pages, adjacent on both sides or on neither."""
+
+    rooms: int
+    pages: int
+    adjacent: bool
+
+    @property
+    def name(self) -> str:
+        return f"{'adjacent' if self.adjacent else 'scattered'}.{self.pages}"
+
+    @property
+    def setting(self) -> Setting:
+        return Setting("kvgrpc", "null", Shape(REGIONS, 2 * self.pages, 64, aux_items=self.rooms))
+
+
+def sizes_of_pages(plan: Plan) -> list[SizedRooms]:
+    """All but the largest adjacent, and all but the smallest scattered."""
+    of_turn = {
+        count: min(MOST_ROOMS, plan.control_rooms, max(5, PAGES_OF_A_TURN // count)) for count in plan.room_pages
+    }
+    return [
+        *(SizedRooms(of_turn[count], count, adjacent=True) for count in plan.room_pages[:-1]),
+        *(SizedRooms(of_turn[count], count, adjacent=False) for count in plan.room_pages[1:]),
+    ]
 
 
 class FewRooms(Pair):
@@ -81,12 +116,13 @@ class FewRooms(Pair):
 
 
 class PagesOfARoom(Pair):
-    """One room of so many pages after the other, adjacent on both sides or on neither."""
+    """One room after the other."""
 
-    def __init__(self, setting: Setting, name: str, number: int, pages: int, adjacent: bool) -> None:
+    def __init__(self, setting: Setting, name: str, sized: SizedRooms) -> None:
         super().__init__(setting)
-        self._name, self._rooms, self._pages, self._adjacent = name, number, pages, adjacent
+        self._name, self._sized = name, sized
 
     def turn(self) -> Figures:
-        orders = self.orders(self._rooms, self._pages, CONTROL_PAUSE, adjacent=self._adjacent)
+        sized = self._sized
+        orders = self.orders(sized.rooms, sized.pages, CONTROL_PAUSE, adjacent=sized.adjacent)
         return {self._name: percentile(self.hand_off(orders, rooms.receive_one_by_one), 50) * 1e3}

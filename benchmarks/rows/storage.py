@@ -1,4 +1,6 @@
-"""storage.*: what is left of files and of a bare Mooncake Store after the storage backends; page cache and loopback."""
+"""storage.*: pages in files beside SGLang's way with them, and what is left of a bare Mooncake Store after its backend;
+page cache and loopback. ``limit.storage.file.*``: what the kernel's calls for a file need by themselves.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,66 +19,104 @@ import numpy as np
 from benchmarks.baselines.engines import mooncake_is_here
 from benchmarks.harness.plan import KIB, MIB, Plan
 from benchmarks.harness.rounds import Benchmark, Figures
-from benchmarks.harness.table import Metric
+from benchmarks.harness.table import Better, Metric, Target
 from benchmarks.harness.worker import Desk, Worker
 
 SIZES = {"1MiB": MIB, "64KiB": 64 * KIB}
 SECONDS = 120.0
+FILE, DIRECT, MOONCAKE, LIMIT = "storage.file", "storage.file.direct", "storage.mooncake", "limit.storage.file"
+# Beside SGLang's files: rates of reading, and what a page may take of its CPU for a page, 1.2 times.
+AS_FAST, AS_CHEAP = Target(ratio=1), Target(ratio=0.83)
+_NO_TARGET = Target()
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """Seconds of all pages together; ``cpu`` of reading them, ``looked``: for each."""
+
+    write: float
+    read: float
+    cpu: float
+    looked: float
+
+
 Start = Callable[[Desk, int, int], None]
-Turn = Callable[[Desk], tuple[float, float]]
+Turn = Callable[[Desk], Took]
 
 
 def benchmarks(plan: Plan) -> list[Benchmark]:
     missing = "" if mooncake_is_here() else "mooncake.engine cannot be imported"
+    ours, raw, bare = (_open_file, _turn), (_open_raw, _turn_raw), (_open_bare, _turn_bare)
+    theirs, hicache = (_open_tensor_files, _turn_tensors), "HiCacheFile's calls"
     if plan.against == "sglang":
-        ours, theirs = (_open_file, _turn), (_open_hicache, _turn_hicache)
-        return [
-            _benchmark("file", size, nbytes, plan, "SGLang's HiCacheFile", ours, theirs, "")
-            for size, nbytes in SIZES.items()
-        ]
+        theirs, hicache = (_open_hicache, _turn_tensors), "SGLang's HiCacheFile"
+    of_files = [_benchmark(FILE, size, plan, hicache, ours, theirs, is_all=True) for size in SIZES]
+    if plan.against == "sglang":
+        return of_files
+    direct, cached = (_open_direct, _turn_cold), (_open_cached, _turn_cold)
     return [
-        _benchmark(family, size, nbytes, plan, baseline, ours, raw, lacks)
-        for family, baseline, ours, raw, lacks in (
-            ("file", "raw files, one thread", (_open_file, _turn), (_open_raw, _turn_raw), ""),
-            ("file.direct", "with the page cache", (_open_direct, _turn_cold), (_open_cached, _turn_cold), ""),
-            ("mooncake", "bare client", (_open_mooncake, _turn), (_open_bare, _turn_bare), missing),
-        )
-        for size, nbytes in SIZES.items()
+        *of_files,
+        *(_benchmark(LIMIT, size, plan, hicache, raw, theirs, is_all=True) for size in SIZES),
+        *(_benchmark(DIRECT, size, plan, "with the page cache", direct, cached) for size in SIZES),
+        *(
+            _benchmark(MOONCAKE, size, plan, "bare client", (_open_mooncake, _turn), bare, missing=missing)
+            for size in SIZES
+        ),
     ]
 
 
 def _benchmark(
     family: str,
     size: str,
-    page_bytes: int,
     plan: Plan,
     baseline: str,
     ours: tuple[Start, Turn],
-    raw: tuple[Start, Turn],
-    missing: str,
+    theirs: tuple[Start, Turn],
+    *,
+    is_all: bool = False,
+    missing: str = "",
 ) -> Benchmark:
-    name, pages = f"storage.{family}", max(2, plan.bulk_bytes // 4 // page_bytes)
-    metrics = tuple(Metric(f"{name}.{what}.{size}", "GB/s", "higher", baseline) for what in ("write", "read"))
-    names = metrics[0].name, metrics[1].name
+    """``is_all``: what a read takes of the CPU, and a look whether a page is there, too."""
+    pages, aimed = max(2, plan.bulk_bytes // 4 // SIZES[size]), family == FILE
+
+    def metric(what: str, unit: str, better: Better, target: Target = _NO_TARGET) -> Metric:
+        return Metric(f"{family}.{what}", unit, better, baseline, target if aimed else _NO_TARGET)
+
+    metrics = {
+        "write": metric(f"write.{size}", "GB/s", "higher"),
+        "read": metric(f"read.{size}", "GB/s", "higher", AS_FAST),
+    }
+    if is_all:
+        metrics["cpu"] = metric(f"read.{size}.cpu", "us/page", "lower", AS_CHEAP)
+        metrics["looked"] = metric(f"exists.{size}", "us/page", "lower")
+    names = {what: each.name for what, each in metrics.items()}
     return Benchmark(
-        metrics=metrics,
-        ours=lambda: Side(names, pages, page_bytes, *ours),
-        baseline=lambda: Side(names, pages, page_bytes, *raw),
+        metrics=tuple(metrics.values()),
+        ours=lambda: Side(names, pages, SIZES[size], *ours),
+        baseline=lambda: Side(names, pages, SIZES[size], *theirs),
         missing=missing,
     )
 
 
 class Side:
-    """Writes all pages, then reads them into zeroed memory, in a process of its own; the bytes are compared."""
+    """Writes all pages, looks whether each is there, and reads them into zeroed memory, in a process of its own; the
+    bytes are compared. ``names``: of the figures that are wanted.
+    """
 
-    def __init__(self, names: tuple[str, str], pages: int, page_bytes: int, start: Start, turn: Turn) -> None:
-        self._names, self._nbytes, self._turn = names, pages * page_bytes, turn
+    def __init__(self, names: Mapping[str, str], pages: int, page_bytes: int, start: Start, turn: Turn) -> None:
+        self._names, self._pages, self._nbytes, self._turn = names, pages, pages * page_bytes, turn
         self._worker = Worker("storage")
         self._worker.call(start, pages, page_bytes)
 
     def turn(self) -> Figures:
         took = self._worker.call(self._turn)
-        return {name: self._nbytes / seconds / 1e9 for name, seconds in zip(self._names, took, strict=True)}
+        figures = {
+            "write": self._nbytes / took.write / 1e9,
+            "read": self._nbytes / took.read / 1e9,
+            "cpu": took.cpu / self._pages * 1e6,
+            "looked": took.looked / self._pages * 1e6,
+        }
+        return {name: figures[what] for what, name in self._names.items()}
 
     def peak_rss(self) -> int:
         return self._worker.peak_rss()
@@ -150,7 +191,7 @@ def start_store(desk: Desk, nbytes: int) -> str:
     return store.address
 
 
-def _turn(desk: Desk, between: Callable[[], None] = lambda: None) -> tuple[float, float]:
+def _turn(desk: Desk, between: Callable[[], None] = lambda: None) -> Took:
     backend, memory = desk.items["backend"], desk.items["memory"]
     backend.clear()
     return _timed(
@@ -158,11 +199,12 @@ def _turn(desk: Desk, between: Callable[[], None] = lambda: None) -> tuple[float
         lambda: backend.write(memory.keys, memory.pages, SECONDS),
         lambda: backend.read(memory.keys, memory.pages, SECONDS),
         lambda results: all(result.ok for result in results),
+        lambda: backend.contains(memory.keys, SECONDS),
         between,
     )
 
 
-def _turn_cold(desk: Desk) -> tuple[float, float]:
+def _turn_cold(desk: Desk) -> Took:
     """Reads what the page cache does not hold."""
     folder = desk.items["folder"]
 
@@ -180,7 +222,7 @@ def _open_raw(desk: Desk, pages: int, page_bytes: int) -> None:
     desk.items["folder"], desk.items["memory"] = tempfile.mkdtemp(), Memory(pages, page_bytes)
 
 
-def _turn_raw(desk: Desk) -> tuple[float, float]:
+def _turn_raw(desk: Desk) -> Took:
     folder, memory = desk.items["folder"], desk.items["memory"]
     for name in os.listdir(folder):
         os.unlink(f"{folder}/{name}")
@@ -198,6 +240,7 @@ def _turn_raw(desk: Desk) -> tuple[float, float]:
         lambda: move(os.O_WRONLY | os.O_CREAT, os.pwritev),
         lambda: move(os.O_RDONLY, os.preadv),
         lambda done: sum(done) == len(memory.bytes),
+        lambda: [os.path.exists(f"{folder}/{key}") for key in memory.keys],
     )
 
 
@@ -224,7 +267,19 @@ def _open_hicache(desk: Desk, pages: int, page_bytes: int) -> None:
     desk.items["tensors"] = [rows[number] for number in range(pages)]
 
 
-def _turn_hicache(desk: Desk) -> tuple[float, float]:
+def _open_tensor_files(desk: Desk, pages: int, page_bytes: int) -> None:
+    """As ``_open_hicache``, without SGLang."""
+    import torch
+
+    from benchmarks.baselines.hicache import TensorFiles
+
+    desk.items["folder"], desk.items["memory"] = folder, memory = tempfile.mkdtemp(), Memory(pages, page_bytes)
+    desk.items["storage"] = TensorFiles(folder)
+    rows = torch.from_numpy(memory.bytes).view(pages, page_bytes)
+    desk.items["tensors"] = [rows[number] for number in range(pages)]
+
+
+def _turn_tensors(desk: Desk) -> Took:
     storage, memory, tensors = desk.items["storage"], desk.items["memory"], desk.items["tensors"]
     storage.clear()
     return _timed(
@@ -232,6 +287,7 @@ def _turn_hicache(desk: Desk) -> tuple[float, float]:
         lambda: [storage.set(key, tensor) for key, tensor in zip(memory.keys, tensors, strict=True)],
         lambda: [each is not None for each in storage.batch_get(memory.keys, tensors)],
         all,
+        lambda: [storage.exists(key) for key in memory.keys],
     )
 
 
@@ -250,7 +306,7 @@ def _open_bare(desk: Desk, pages: int, page_bytes: int) -> None:
     client.register_buffer(memory.address, len(memory.bytes))
 
 
-def _turn_bare(desk: Desk) -> tuple[float, float]:
+def _turn_bare(desk: Desk) -> Took:
     client, memory = desk.items["client"], desk.items["memory"]
     client.remove_all(True)
     buffers: list[Any] = [[[part[place] for part in page] for page in memory.pages] for place in (0, 1)]
@@ -259,6 +315,7 @@ def _turn_bare(desk: Desk) -> tuple[float, float]:
         lambda: client.batch_put_from_multi_buffers(memory.keys, *buffers),
         lambda: client.batch_get_into_multi_buffers(memory.keys, *buffers),
         lambda codes: min(codes) >= 0,
+        lambda: [client.is_exist(key) == 1 for key in memory.keys],
     )
 
 
@@ -267,20 +324,29 @@ def _timed(
     write: Callable[[], Any],
     read: Callable[[], Any],
     right: Callable[[Any], bool],
+    look: Callable[[], Sequence[bool]],
     between: Callable[[], None] = lambda: None,
-) -> tuple[float, float]:
-    took = []
-    for prepare, call in ((memory.fill, write), (memory.clear, read)):
-        prepare()
-        if call is read:
-            between()
-        began = time.perf_counter()
+) -> Took:
+    def timed(call: Callable[[], Any]) -> tuple[float, float]:
+        began, used = time.perf_counter(), time.process_time()
         result = call()
-        took.append(time.perf_counter() - began)
+        took = time.perf_counter() - began, time.process_time() - used
         if not right(result):
             raise AssertionError(f"pages were not moved: {result[:3]}")
+        return took
+
+    memory.fill()
+    written, _ = timed(write)
+    began = time.perf_counter()
+    there = look()
+    looked = time.perf_counter() - began
+    memory.clear()
+    between()
+    done, cpu = timed(read)
     memory.check()
-    return took[0], took[1]
+    if not all(there):
+        raise AssertionError("a page that was written is not there")
+    return Took(written, done, cpu, looked)
 
 
 def _close(desk: Desk) -> None:

@@ -6,9 +6,10 @@ that has an engine thread which polls room by room, an event loop, protobuf and 
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +28,10 @@ _NO_PAGES = np.empty(0, np.uint32)
 class BareRoom:
     """A sender or a receiver of one room."""
 
-    __slots__ = ("_end", "aux_index", "destination", "pages", "room", "state")
+    __slots__ = ("_way", "aux_index", "destination", "pages", "room", "state")
 
-    def __init__(self, end: _End, room: int, state: Poll) -> None:
-        self._end = end
+    def __init__(self, end: _End, way: _Way, room: int, state: Poll) -> None:
+        self._way = way
         self.room = room
         self.state = state
         self.pages: npt.NDArray[np.uint32] = _NO_PAGES
@@ -45,7 +46,7 @@ class BareRoom:
 
     def give(self, pages: Pages) -> None:
         self.pages = pages.astype(np.uint32)
-        self._end.post(self)
+        self._way.post(self)
 
 
 class BareSender(BareRoom):
@@ -70,34 +71,25 @@ class BareReceiver(BareRoom):
         self.give(pages)
 
 
-class _End:
-    """Rooms that wait are told in one frame, by the loop thread."""
+class _Way:
+    """A stream to one peer. Rooms that wait are told in one frame, by the loop thread."""
 
-    page_type = np.int32
-
-    def __init__(self, setting: Setting) -> None:
-        maps: list[mmap.mmap] = []
-        shape = setting.shape
-        self.memory = Memory(shape, lambda nbytes: allocate(nbytes, maps))
-        regions = [Region(0, "k", address, shape.page_bytes, shape.page_bytes) for address in self.memory.regions]
-        self._maps = maps
-        self._geometry = Geometry(regions, regions)
-        size = shape.aux_items * shape.aux_item_bytes
-        self._aux = memoryview((ctypes.c_char * size).from_address(self.memory.aux)).cast("B")
-        self._row = shape.aux_item_bytes
+    def __init__(
+        self,
+        frame: Callable[[Sequence[BareRoom]], bytes],
+        take: Callable[[bytes], None],
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self._frame = frame
         self._waiting: list[BareRoom] = []
         self._waking = self._telling = False
-        self.rooms: dict[int, BareRoom] = {}
-        self.stream = StreamEnd(self._take)
+        self.stream = StreamEnd(take, loop)
 
     def post(self, room: BareRoom) -> None:
         self._waiting.append(room)
         if not self._waking:
             self._waking = True
             self.stream.on_loop(self._tell)
-
-    def close(self) -> None:
-        self.memory.forget()
 
     def _tell(self) -> None:
         if not self._telling:
@@ -113,6 +105,27 @@ class _End:
             await self.stream.send(self._frame(waiting))
         self._telling = False
 
+
+class _End:
+    """Memory, plans and frames."""
+
+    page_type = np.int32
+
+    def __init__(self, setting: Setting) -> None:
+        maps: list[mmap.mmap] = []
+        shape = setting.shape
+        self.memory = Memory(shape, lambda nbytes: allocate(nbytes, maps))
+        regions = [Region(0, "k", address, shape.page_bytes, shape.page_bytes) for address in self.memory.regions]
+        self._maps = maps
+        self._geometry = Geometry(regions, regions)
+        size = shape.aux_items * shape.aux_item_bytes
+        self._aux = memoryview((ctypes.c_char * size).from_address(self.memory.aux)).cast("B")
+        self._row = shape.aux_item_bytes
+        self.rooms: dict[int, BareRoom] = {}
+
+    def close(self) -> None:
+        self.memory.forget()
+
     def _frame(self, rooms: Sequence[BareRoom]) -> bytes:
         raise NotImplementedError
 
@@ -125,10 +138,11 @@ class BarePrefill(_End):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.bootstrap = str(self.stream.serve())
+        self._way = _Way(self._frame, self._take)
+        self.bootstrap = str(self._way.stream.serve())
 
     def sender(self, room: int) -> BareSender:
-        return BareSender(self, room, Poll.BOOTSTRAPPING)
+        return BareSender(self, self._way, room, Poll.BOOTSTRAPPING)
 
     def _take(self, frame: bytes) -> None:
         for message in pb.SessionRequest.FromString(frame).rooms:
@@ -153,10 +167,21 @@ class BareDecode(_End):
 
     def __init__(self, setting: Setting, bootstrap: str) -> None:
         super().__init__(setting)
-        self.stream.connect(int(bootstrap))
+        self._bootstrap = bootstrap
+        self._ways: dict[str, _Way] = {}
+        self._way(bootstrap)
 
     def receiver(self, room: int, bootstrap: str | None = None) -> BareReceiver:
-        return BareReceiver(self, room, Poll.WAITING_FOR_INPUT)
+        return BareReceiver(self, self._way(bootstrap or self._bootstrap), room, Poll.WAITING_FOR_INPUT)
+
+    def _way(self, bootstrap: str) -> _Way:
+        """To that prefill; all on one loop, as the sessions of a rank are."""
+        way = self._ways.get(bootstrap)
+        if way is None:
+            loop = next((other.stream.loop for other in self._ways.values()), None)
+            way = self._ways[bootstrap] = _Way(self._frame, self._take, loop)
+            way.stream.connect(int(bootstrap))
+        return way
 
     def settled(self, receivers: Sequence[BareReceiver]) -> bool:
         return True

@@ -16,8 +16,9 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
+from rich.console import Console
 
-from benchmarks import stages, steps
+from benchmarks import missed, stages, steps
 from benchmarks.__main__ import all_benchmarks, main
 from benchmarks.baselines.disaggregation import contiguous_groups
 from benchmarks.claims import CLAIMS, unsupported
@@ -26,6 +27,7 @@ from benchmarks.harness.plan import FULL
 from benchmarks.harness.rounds import Benchmark, Figures, run
 from benchmarks.harness.table import Metric, Row, Target, plots
 from benchmarks.harness.worker import Desk, Family, Worker, WorkerError
+from benchmarks.missed import limit_of
 from benchmarks.rows import liveness, rooms
 from benchmarks.sides.memory import Memory, Shape
 from tests.support.waiting import wait_until
@@ -129,6 +131,30 @@ def test_a_run_supports_the_claims_that_its_rows_reach() -> None:
     busy, cost, other = "handoff.busy_engine", "control.init_cost.p99", "index.plan"
     missed = unsupported([row(busy, 0.9, 4.9), row(cost, 49.0, 1.0), row(other, 1.0, 0.1)])
     assert [claim.row for claim, _ in missed] == [busy]
+
+
+def test_each_row_of_a_hand_off_and_of_files_with_a_target_has_a_limit() -> None:
+    metrics = [metric for benchmark in all_benchmarks(FULL) for metric in benchmark.metrics]
+    names = {metric.name for metric in metrics}
+    families = ("control.", "handoff.", "idle.", "engine.", "storage.file.", "prefetch.file", "events.publish_cost.p99")
+    # Of head slices one row tells, of all ways.
+    without = ("handoff.head_slice.",)
+    aimed = [metric.name for metric in metrics if metric.target != Target() and metric.name.startswith(families)]
+    assert [name for name in aimed if not limit_of(name, names) and not name.startswith(without)] == []
+    assert limit_of("handoff.few.10000", names) == "limit.throughput"
+    assert limit_of("pull.latency.shm.100", names) == "limit.pull.copies.100"
+    assert limit_of("index.memory", names) is None
+
+
+def test_a_run_ends_with_the_targets_it_misses_and_how_far_they_could_come(capsys: pytest.CaptureFixture[str]) -> None:
+    ready, poll = (Metric(name, "us", "lower", "seeds", Target(value=40)) for name in ("engine.ready", "engine.poll"))
+    limit = Metric("limit.engine.ready", "us", "lower", "seeds")
+    missed.say([Row(metric, 72.0, 32.0, 0.44, 3, 0.1) for metric in (ready, poll, limit)], Console(width=200))
+    assert capsys.readouterr().out.splitlines() == [
+        "0 of 2 targets are met by this run.",
+        "missed engine.ready has 72 us, 0.44 of seeds; wanted <= 40 us; limit.engine.ready has 72 us, 0.44 of seeds",
+        "missed engine.poll has 72 us, 0.44 of seeds; wanted <= 40 us; no row shows its limit",
+    ]
 
 
 def test_liveness_prints_all_times_of_all_turns_together(capsys: pytest.CaptureFixture[str]) -> None:
