@@ -185,6 +185,29 @@ def test_another_pages_file_under_this_name_is_missing(page: tuple[StorageBacken
     assert backend.read(["other"], [arena.page(1)], SECONDS)[0].status is PageStatus.MISSING
 
 
+def test_a_page_that_was_seen_whole_is_looked_at_and_not_opened(
+    page: tuple[StorageBackend, Arena, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, arena, path = page
+    opened_files: list[str] = []
+    open_file = Folder.open
+
+    def note(self: Folder, name: str, flags: int = 0) -> tuple[int, os.stat_result] | None:
+        opened_files.append(name)
+        return open_file(self, name, flags)
+
+    monkeypatch.setattr(Folder, "open", note)
+    assert backend.contains(["k"], SECONDS) == [True] and not opened_files, "we wrote it"
+    os.utime(path, (1_600_000_000, 1_600_000_000))
+    assert [backend.contains(["k"], SECONDS) for _ in range(3)] == [[True]] * 3 and len(opened_files) == 1
+    with path.open("r+b") as file:
+        file.write(bytes(512))
+    assert backend.contains(["k"], SECONDS) == [False]
+    assert backend.write(["k"], [arena.page(0)], SECONDS) == [OK]
+    path.unlink()
+    assert backend.contains(["k"], SECONDS) == [False]
+
+
 def put_there(path: Path, thing: str) -> None:
     """What bears a page's name and is no plain file."""
     path.parent.mkdir(exist_ok=True)
@@ -330,7 +353,7 @@ def test_a_disk_that_hangs_costs_a_time_out_and_gives_the_page_back_later(
     backend, arena = opened(name, folder, threads=1), Arena(3)
     answers, open_file = threading.Event(), Folder.open
 
-    def hang(self: Folder, path: str, flags: int = 0) -> tuple[int, int] | None:
+    def hang(self: Folder, path: str, flags: int = 0) -> tuple[int, os.stat_result] | None:
         answers.wait(SECONDS)
         return open_file(self, path, flags)
 

@@ -66,7 +66,9 @@ class Workers:
     """
 
     def __init__(self, name: str, threads: int) -> None:
-        self._changed = threading.Condition()
+        # An item takes it once; a condition's own methods are Python.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._closed = False
         # Calls that outlived their batch.
         self._left = 0
@@ -144,35 +146,41 @@ class Workers:
     def _work(self, batches: list[_Batch[Any]]) -> None:
         """Items of a batch, until another one waits for its turn."""
         for batch in batches:
-            while self._next(batch):
-                if self._pool.waiting:
+            with self._lock:
+                number = self._begin(batch)
+            while number is not None:
+                result: object
+                try:
+                    result = batch.function(number)
+                except BaseException as error:  # a panic of a library in Rust is no Exception
+                    result = Unfinished(error=error)
+                others_wait = self._pool.waiting
+                with self._lock:
+                    self._end(batch, number, result)
+                    number = None if others_wait else self._begin(batch)
+                if others_wait:
                     self._take_turns(batch)
-                    break
 
-    def _next(self, batch: _Batch[Any]) -> bool:
-        """Does one item, if there is one to begin; whether there was."""
-        with self._changed:
-            if self._closed or batch.stopped or batch.begun == batch.count:
-                return False
-            number = batch.begun
-            batch.begun += 1
-            batch.running.add(number)
-        result: object
-        try:
-            result = batch.function(number)
-        except BaseException as error:  # a panic of a library in Rust is no Exception
-            result = Unfinished(error=error)
-        with self._changed:
-            if not batch.stopped:
-                batch.results[number] = result
-            batch.running.discard(number)
-            batch.ended += 1
-            if number in batch.left:
-                batch.left.pop(number).set()
-                self._left -= 1
-            if batch.ended == batch.count:
-                self._changed.notify_all()
-        return True
+    def _begin(self, batch: _Batch[Any]) -> int | None:
+        """The next item, if there is one. The caller has the lock."""
+        if self._closed or batch.stopped or batch.begun == batch.count:
+            return None
+        number = batch.begun
+        batch.begun += 1
+        batch.running.add(number)
+        return number
+
+    def _end(self, batch: _Batch[Any], number: int, result: object) -> None:
+        """The caller has the lock."""
+        if not batch.stopped:
+            batch.results[number] = result
+        batch.running.discard(number)
+        batch.ended += 1
+        if number in batch.left:
+            batch.left.pop(number).set()
+            self._left -= 1
+        if batch.ended == batch.count:
+            self._changed.notify_all()
 
     @staticmethod
     def _nothing_more(batches: list[_Batch[Any]], error: Exception) -> None:

@@ -29,7 +29,7 @@ from kvgrpc.prefetch.storage.base import (
     page_bytes,
     views,
 )
-from kvgrpc.prefetch.storage.file.folder import Folder, ResumableScans, Usage, is_full
+from kvgrpc.prefetch.storage.file.folder import Folder, ResumableScans, Usage, is_full, state_of
 from kvgrpc.prefetch.storage.file.formats import Format, Header, OwnFormat, SglangFormat, checksum
 from kvgrpc.prefetch.storage.file.io import Mover, Vectored, aligned, header_block
 from kvgrpc.prefetch.storage.file.visiting import visited
@@ -174,17 +174,17 @@ class FileBackend(PageByPage):
         if opened is None:
             self._usage.remove(name)
             return MISSING
-        descriptor, size = opened
+        descriptor, status = opened
         try:
-            return self._read_open(descriptor, size, key, name, page)
+            return self._read_open(descriptor, status, key, name, page)
         except OSError as error:
             return failed(str(error), retryable=True)
         finally:
             os.close(descriptor)
 
-    def _read_open(self, descriptor: int, size: int, key: str, name: str, page: PageBuffers) -> PageResult:
+    def _read_open(self, descriptor: int, status: os.stat_result, key: str, name: str, page: PageBuffers) -> PageResult:
         header_bytes, nbytes, pieces = self._form.header_bytes, page_bytes(page), views(page)
-        if size != header_bytes + nbytes:
+        if status.st_size != header_bytes + nbytes:
             return MISSING
         block = [header_block()] if header_bytes else []
         if self._mover.read(descriptor, block + pieces) != header_bytes + nbytes:
@@ -236,6 +236,7 @@ class FileBackend(PageByPage):
                 self._mover.write(descriptor, pieces)
                 if self._config.sync:
                     os.fdatasync(descriptor)
+                written = state_of(os.fstat(descriptor))
             finally:
                 os.close(descriptor)
             self._folder.publish(temporary, name)
@@ -243,24 +244,36 @@ class FileBackend(PageByPage):
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
+        self._usage.prove(name, written)
 
     def _size(self, key: str) -> int | None:
-        """Bytes of the page's payload by its header and by its size; None if it is not there, or not whole."""
+        """Bytes of the page's payload by its header and by its size; None if it is not there, or not whole.
+
+        A file that is as it was when its header was read last, or when we wrote it, is looked at and not opened.
+        """
         name = self._form.path(key)
         if name is None:
             return None
+        proved = self._usage.proved(name)
+        if proved is not None or not self._form.header_bytes:
+            status = self._folder.look(name)
+            if status is None:
+                return None
+            if proved in (state_of(status), None):
+                return status.st_size - self._form.header_bytes
         opened = self._folder.open(name)
         if opened is None:
             return None
-        descriptor, size = opened
+        descriptor, status = opened
         try:
-            nbytes = size - self._form.header_bytes
-            if not self._form.header_bytes:
-                return nbytes
+            nbytes = status.st_size - self._form.header_bytes
             header = Header.decode(os.pread(descriptor, self._form.header_bytes, 0))
-            return nbytes if header and header.key == key and header.nbytes == nbytes else None
         finally:
             os.close(descriptor)
+        if header is None or header.key != key or header.nbytes != nbytes:
+            return None
+        self._usage.prove(name, state_of(status))
+        return nbytes
 
     def _flags(self, page: PageBuffers) -> int:
         return os.O_DIRECT if self._direct and aligned(page) else 0

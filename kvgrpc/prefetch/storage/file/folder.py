@@ -55,7 +55,7 @@ class Folder:
         os.unlink(path)
 
     def path(self, name: str) -> str:
-        return os.path.join(self.root, name)
+        return f"{self.root}/{name}"
 
     def create(self, name: str, flags: int = 0) -> tuple[int, str]:
         """A new file that nobody looks for, beside the page ``name``: (descriptor, path).
@@ -71,9 +71,17 @@ class Folder:
             os.makedirs(folder, exist_ok=True)
             return os.open(path, wanted, 0o644), path
 
-    def open(self, name: str, flags: int = 0) -> tuple[int, int] | None:
-        """A page's descriptor, to read, and the file's bytes; None for what is not there, and for what is no plain
-        file: that is no page.
+    def look(self, name: str) -> os.stat_result | None:
+        """What the system says of a page's file; None for what is not there, and for what is no plain file."""
+        try:
+            status = os.lstat(self.path(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return status if stat.S_ISREG(status.st_mode) else None
+
+    def open(self, name: str, flags: int = 0) -> tuple[int, os.stat_result] | None:
+        """A page's descriptor, to read, and what the system says of the file; None for what is not there, and for what
+        is no plain file: that is no page.
 
         Without O_NONBLOCK a FIFO of a page's name would keep its reader until somebody writes into it.
         """
@@ -86,7 +94,7 @@ class Folder:
             raise
         status = os.fstat(descriptor)
         if stat.S_ISREG(status.st_mode):
-            return descriptor, status.st_size
+            return descriptor, status
         os.close(descriptor)
         return None
 
@@ -242,13 +250,29 @@ class Usage:
     def used(self, name: str, nbytes: int, now: float) -> bool:
         """Notes a read; whether the file's own time should be brought up to date (other processes go by that)."""
         with self._lock:
-            page = self._pages.pop(name, None)
-            touched = page.touched if page else 0.0
-            stale = now - touched > TOUCH_SECONDS
-            if page:
-                self._nbytes -= page.size
-            self._put(name, _blocks(nbytes), now, now if stale else touched)
+            page = self._pages.get(name)
+            if page is None:
+                self._put(name, _blocks(nbytes), now, now)
+                return True
+            self._pages.move_to_end(name)
+            size = _blocks(nbytes)
+            self._nbytes += size - page.size
+            page.size, page.used = size, now
+            stale = now - page.touched > TOUCH_SECONDS
+            if stale:
+                page.touched = now
             return stale
+
+    def prove(self, name: str, state: int | None) -> None:
+        """Remembers in which state a file was seen to be its page and whole; None: in none."""
+        with self._lock:
+            if (page := self._pages.get(name)) is not None:
+                page.proved = state
+
+    def proved(self, name: str) -> int | None:
+        with self._lock:
+            page = self._pages.get(name)
+            return None if page is None else page.proved
 
     def remove(self, name: str) -> None:
         with self._lock:
@@ -263,10 +287,12 @@ class Usage:
             for name, page in known.items():
                 if name in pages:
                     pages[name].used = max(page.used, pages[name].used)
+                    pages[name].proved = page.proved
                 elif page.used >= began:
                     pages[name] = page
             for name in sorted(pages, key=lambda name: pages[name].used):
-                self._put(name, pages[name].size, pages[name].used, pages[name].touched)
+                self._pages[name] = pages[name]
+                self._nbytes += pages[name].size
 
     def excess(self) -> list[str]:
         """Names that have to go so that what is there fits; they are counted no more."""
@@ -289,10 +315,16 @@ class Usage:
 
 
 class _Page:
-    __slots__ = ("size", "touched", "used")
+    __slots__ = ("proved", "size", "touched", "used")
 
     def __init__(self, size: int, used: float, touched: float) -> None:
         self.size, self.used, self.touched = size, used, touched
+        self.proved: int | None = None
+
+
+def state_of(status: os.stat_result) -> int:
+    """A number that differs once a file was written to, or another took its place."""
+    return status.st_size << 64 | status.st_mtime_ns
 
 
 def _blocks(nbytes: int) -> int:

@@ -36,14 +36,16 @@ class Header:
     @classmethod
     def decode(cls, block: bytes | bytearray | memoryview) -> Header | None:
         """None for anything but a whole header of ours."""
-        block = bytes(block)
-        if len(block) < HEADER_BYTES or not block.startswith(_MAGIC):
+        if len(block) < HEADER_BYTES:
             return None
-        _, nbytes, checksum, length = _FIXED.unpack_from(block)
+        magic, nbytes, checksum, length = _FIXED.unpack_from(block)
         end = _FIXED.size + length
-        if end + _DIGEST_BYTES > HEADER_BYTES or block[end : end + _DIGEST_BYTES] != _digest(block[:end]):
+        if magic != _MAGIC or end + _DIGEST_BYTES > HEADER_BYTES:
             return None
-        return cls(block[_FIXED.size : end].decode("utf-8"), nbytes, checksum)
+        text = bytes(block[: end + _DIGEST_BYTES])
+        if text[end:] != _digest(text[:end]):
+            return None
+        return cls(text[_FIXED.size : end].decode("utf-8"), nbytes, checksum)
 
 
 class Format(Protocol):
