@@ -32,6 +32,7 @@ CONTROLLER = "prefetch.controller"
 BATCH_PAGES = 128
 _NO_TARGET = Target()
 RAW = "raw pread, one thread"
+PageBuffers = tuple[tuple[int, int], ...]
 Start = Callable[[Desk, int], None]
 Turn = Callable[[Desk], float]
 
@@ -263,29 +264,29 @@ def _open_raw(desk: Desk, pages: int) -> None:
             file.write(_content(page).tobytes())
 
 
-def _turn_raw(desk: Desk, after: Callable[[list[memoryview]], object] = lambda buffers: None) -> float:
+def _turn_raw(desk: Desk, after: Callable[[PageBuffers], object] = lambda page: None) -> float:
     host, folder = desk.items["host"], desk.items["folder"]
     memory = memoryview(_memory(host))
     _memory(host)[:] = 0
-    views = []
-    for page in range(host.pages):
-        starts = [(address - host.address, nbytes) for address, nbytes in host.page_buffers(page)]
+    pages, views = [host.page_buffers(page) for page in range(host.pages)], []
+    for page in pages:
+        starts = [(address - host.address, nbytes) for address, nbytes in page]
         views.append([memory[start : start + nbytes] for start, nbytes in starts])
     began = time.perf_counter()
-    for name, buffers in zip(desk.items["hashes"], views, strict=True):
+    for name, page, buffers in zip(desk.items["hashes"], pages, views, strict=True):
         descriptor = os.open(f"{folder}/{name}", os.O_RDONLY)
         os.preadv(descriptor, buffers, 0)
         os.close(descriptor)
-        after(buffers)
+        after(page)
     seconds = time.perf_counter() - began
     _check(host, range(host.pages))
     return seconds
 
 
 def _turn_raw_checked(desk: Desk) -> float:
-    from kvgrpc.prefetch.storage.file.formats import checksum
+    from kvgrpc.prefetch.storage.file.checksums import checksum_of
 
-    return _turn_raw(desk, checksum)
+    return _turn_raw(desk, checksum_of)
 
 
 def _open_bare(desk: Desk, pages: int) -> None:

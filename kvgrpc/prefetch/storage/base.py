@@ -214,9 +214,14 @@ def page_bytes(page: PageBuffers) -> int:
     return sum(nbytes for _, nbytes in page)
 
 
+# All addresses of this process. Nothing is touched but the slices that are used; one takes a fifth of the time of an
+# object of ctypes for its bytes.
+_ADDRESSES = memoryview((ctypes.c_ubyte * 2**62).from_address(0)).cast("B")
+
+
 def view(address: int, nbytes: int) -> memoryview:
     """The bytes at an address, without a copy; valid as long as the memory is mapped."""
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+    return _ADDRESSES[address : address + nbytes]
 
 
 def views(page: PageBuffers) -> list[memoryview]:

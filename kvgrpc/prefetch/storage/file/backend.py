@@ -29,8 +29,9 @@ from kvgrpc.prefetch.storage.base import (
     page_bytes,
     views,
 )
+from kvgrpc.prefetch.storage.file.checksums import checksum_of
 from kvgrpc.prefetch.storage.file.folder import Folder, ResumableScans, Usage, is_full, state_of
-from kvgrpc.prefetch.storage.file.formats import Format, Header, OwnFormat, SglangFormat, checksum
+from kvgrpc.prefetch.storage.file.formats import Format, Header, OwnFormat, SglangFormat
 from kvgrpc.prefetch.storage.file.io import Mover, Vectored, aligned, header_block
 from kvgrpc.prefetch.storage.file.visiting import visited
 from kvgrpc.prefetch.storage.flat import other_size
@@ -189,7 +190,7 @@ class FileBackend(PageByPage):
         block = [header_block()] if header_bytes else []
         if self._mover.read(descriptor, block + pieces) != header_bytes + nbytes:
             return MISSING
-        if block and not self._proves(Header.decode(block[0]), key, pieces):
+        if block and not self._proves(Header.decode(block[0]), key, page):
             self._remove(name)  # torn or foreign: away with it, so that the page can be written again
             return MISSING
         if self._usage.used(name, header_bytes + nbytes, time.time()):
@@ -197,11 +198,11 @@ class FileBackend(PageByPage):
                 os.utime(descriptor)
         return OK
 
-    def _proves(self, header: Header | None, key: str, pieces: Sequence[memoryview]) -> bool:
+    def _proves(self, header: Header | None, key: str, page: PageBuffers) -> bool:
         """True if what was read is this page and all of it."""
         if header is None or header.key != key:
             return False
-        return not header.checksum or not self._config.checksum or header.checksum == checksum(pieces)
+        return not header.checksum or not self._config.checksum or header.checksum == checksum_of(page)
 
     def _write(self, key: str, page: PageBuffers, deadline: float) -> PageResult:
         name, nbytes = self._form.path(key), page_bytes(page)
@@ -228,7 +229,7 @@ class FileBackend(PageByPage):
         pieces = views(page)
         if self._form.header_bytes:
             block = header_block()
-            block[:] = Header(key, page_bytes(page), checksum(pieces) if self._config.checksum else 0).encode()
+            block[:] = Header(key, page_bytes(page), checksum_of(page) if self._config.checksum else 0).encode()
             pieces = [block, *pieces]
         descriptor, temporary = self._folder.create(name, self._flags(page))
         try:

@@ -8,16 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 # A block: the payload behind it stays aligned for O_DIRECT.
 HEADER_BYTES = 4096
 _MAGIC = b"kvgrpc\x00\x01"
 # Magic, bytes of payload, checksum of payload (0: none), bytes of key, key, BLAKE2b-128 of all that.
 _FIXED = struct.Struct("<8sQQI")
 _DIGEST_BYTES = 16
-_ROW = 512  # words of a block of 4,096 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,43 +97,6 @@ class SglangFormat:
 
     def key_of(self, name: str, start: bytes) -> str | None:
         return name.removesuffix(self._SUFFIX)
-
-
-def checksum(pieces: Sequence[memoryview]) -> int:
-    """Of all bytes in order, however they are cut: sums of 4 KiB blocks, each with a weight of its own; never 0.
-
-    Finds blocks that a crash of the machine left empty, stale or elsewhere, at the speed of memory. Against malice it
-    is no protection.
-    """
-    if any(len(piece) % HEADER_BYTES for piece in pieces[:-1]):
-        pieces = [memoryview(b"".join(pieces))]
-    total, rows = 0, 0
-    for piece in pieces:
-        rest = len(piece) % HEADER_BYTES
-        if rest:
-            piece, last = piece[:-rest], bytes(piece[-rest:]).ljust(HEADER_BYTES, b"\0")
-            total += _weighted(last, rows + len(piece) // HEADER_BYTES)
-        if len(piece):
-            total += _weighted(piece, rows)
-        rows += len(piece) // HEADER_BYTES
-    return total % 2**64 or 1
-
-
-def _weighted(blocks: bytes | memoryview, first: int) -> int:
-    """The sums of whole blocks, the first of which is that number of the page, each times its weight."""
-    sums = _add(np.frombuffer(blocks, _WORD).reshape(-1, _ROW), 1)
-    last = first + len(sums)
-    weights = _WEIGHTS[first:last] if last <= len(_WEIGHTS) else _weights(first, last)
-    return int(sums.dot(weights))
-
-
-def _weights(first: int, last: int) -> npt.NDArray[np.uint64]:
-    return np.arange(2 * first + 1, 2 * last + 1, 2, dtype=np.uint64)
-
-
-_add, _WORD = np.add.reduce, np.dtype("<u8")
-# Of the blocks of most pages: 4 MiB.
-_WEIGHTS = _weights(0, 1024)
 
 
 def _digest(text: bytes) -> bytes:

@@ -60,10 +60,14 @@ def move_all(call: _Call, descriptor: int, pieces: Sequence[memoryview], start: 
     """``os.preadv`` or ``os.pwritev`` until all of the pieces are moved, or the file ends; bytes moved."""
     left, offset = list(pieces), start
     while left:
-        done = call(descriptor, left[:_MOST_PIECES], offset)
+        some = left[:_MOST_PIECES]
+        done = call(descriptor, some, offset)
         if done == 0:
             break
         offset += done
+        if done == sum(map(len, some)):
+            del left[: len(some)]
+            continue
         while left and done >= len(left[0]):
             done -= len(left.pop(0))
         if done:

@@ -25,7 +25,8 @@ from kvgrpc.prefetch.storage.base import (
     timed_out,
     views,
 )
-from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, Header, checksum
+from kvgrpc.prefetch.storage.file.checksums import checksum_of
+from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, Header
 from kvgrpc.prefetch.storage.file.io import header_block
 from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.hf3fs.client import Hf3fsClient, LocalClient, UsrbioClient
@@ -141,7 +142,7 @@ class Hf3fsBackend(PageByPage):
             use.complete = (
                 done == HEADER_BYTES + page_bytes(page)
                 and header is not None
-                and (header.key, header.checksum) == (key, checksum(pieces))
+                and (header.key, header.checksum) == (key, checksum_of(page))
             )
         if use.error is not None:
             return failed(str(use.error), retryable=True)
@@ -165,20 +166,20 @@ class Hf3fsBackend(PageByPage):
             self._tally.add("evicted", len(gone))
             self._removed.tell(gone)
         with self._using(slot) as use:
-            self._fill(slot, views(page))
+            self._fill(slot, page)
         if use.error is not None:
             return failed(str(use.error), retryable=True)
         self._tally.add("written")
         return OK
 
-    def _fill(self, slot: Slot, pieces: list[memoryview]) -> None:
+    def _fill(self, slot: Slot, page: PageBuffers) -> None:
         """The old header goes first and the new one comes last: whoever is killed in between leaves no page."""
         offset, block = self._offset(slot.number), header_block()
         self._client.write(offset, [_NOTHING])
-        self._client.write(offset + HEADER_BYTES, pieces)
+        self._client.write(offset + HEADER_BYTES, views(page))
         if self._config.sync:
             self._client.sync()
-        block[:] = Header(slot.key, slot.nbytes, checksum(pieces)).encode()
+        block[:] = Header(slot.key, slot.nbytes, checksum_of(page)).encode()
         self._client.write(offset, [block])
         if self._config.sync:
             self._client.sync()

@@ -6,11 +6,14 @@ import itertools
 import random
 from pathlib import PurePosixPath
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, Header, OwnFormat, SglangFormat, checksum
+from kvgrpc.prefetch.storage.base import views
+from kvgrpc.prefetch.storage.file.checksums import checksum, checksum_of
+from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, Header, OwnFormat, SglangFormat
 
 KEYS = st.text(min_size=1, max_size=200).filter(lambda key: not any("\ud800" <= each <= "\udfff" for each in key))
 
@@ -55,6 +58,32 @@ def test_a_checksum_does_not_depend_on_how_the_bytes_are_cut(data: bytes, cuts: 
     bounds = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     pieces = [memoryview(data)[start:end] for start, end in itertools.pairwise(bounds)]
     assert checksum(pieces) == checksum([memoryview(data)]) != 0
+
+
+BUFFERS = st.tuples(st.sampled_from([4096, 8192, 100]), st.sampled_from([0, 8, 4096, 5000]))
+
+
+@given(st.lists(BUFFERS, min_size=1, max_size=8), st.integers(0, 2**32))
+def test_a_checksum_of_memory_is_that_of_its_bytes(buffers: list[tuple[int, int]], seed: int) -> None:
+    """With any gaps between the buffers, in any order."""
+    noise = random.Random(seed)
+    memory = np.frombuffer(noise.randbytes(sum(nbytes + gap for nbytes, gap in buffers)), np.uint8)
+    page, at = [], int(memory.ctypes.data)
+    for nbytes, gap in buffers:
+        page.append((at, nbytes))
+        at += nbytes + gap
+    if noise.random() < 0.3:
+        noise.shuffle(page)
+    assert checksum_of(tuple(page)) == checksum([memoryview(b"".join(views(tuple(page))))])
+
+
+@pytest.mark.parametrize("layers", [1, 2, 64])
+def test_buffers_at_even_distances_have_the_checksum_of_their_bytes(layers: int) -> None:
+    memory = np.random.default_rng(layers).integers(0, 256, 2 * layers * 3 * 8192, dtype=np.uint8)
+    address = int(memory.ctypes.data)
+    keys = [(address + layer * 3 * 8192, 8192) for layer in range(layers)]
+    page = (*keys, *((at + layers * 3 * 8192, nbytes) for at, nbytes in keys))
+    assert checksum_of(page) == checksum(views(page)) == checksum([memoryview(b"".join(views(page)))])
 
 
 @pytest.mark.parametrize("harm", ["lost", "moved", "flipped", "stale"])
