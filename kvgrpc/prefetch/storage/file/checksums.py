@@ -56,7 +56,7 @@ def checksum_of(page: PageBuffers) -> int:
 
 
 def _even(page: PageBuffers, first: int) -> tuple[int, int]:
-    """How many buffers from ``first`` on have one size and lie at even distances, and the distance."""
+    """The number of buffers from ``first`` on that have one size and lie at even distances, and the distance."""
     address, nbytes = page[first]
     if first + 1 == len(page) or (step := page[first + 1][0] - address) < nbytes:
         return 1, nbytes

@@ -72,7 +72,7 @@ class Folder:
             return os.open(path, wanted, 0o644), path
 
     def look(self, name: str) -> os.stat_result | None:
-        """What the system says of a page's file; None for what is not there, and for what is no plain file."""
+        """The state of a page's file; None for what is not there, and for what is no plain file."""
         try:
             status = os.lstat(self.path(name))
         except (FileNotFoundError, NotADirectoryError):
