@@ -284,7 +284,7 @@ def _turn_raw(desk: Desk, after: Callable[[PageBuffers], object] = lambda page: 
 
 
 def _turn_raw_checked(desk: Desk) -> float:
-    from kvgrpc.prefetch.storage.file.checksums import checksum_of
+    from kvgrpc.prefetch.storage.file.io import checksum_of
 
     return _turn_raw(desk, checksum_of)
 

@@ -29,10 +29,9 @@ from kvgrpc.prefetch.storage.base import (
     page_bytes,
     views,
 )
-from kvgrpc.prefetch.storage.file.checksums import checksum_of
 from kvgrpc.prefetch.storage.file.folder import Folder, ResumableScans, Usage, is_full, state_of
 from kvgrpc.prefetch.storage.file.formats import Format, Header, OwnFormat, SglangFormat
-from kvgrpc.prefetch.storage.file.io import Mover, Vectored, aligned, header_block
+from kvgrpc.prefetch.storage.file.io import Mover, Vectored, aligned, checksum_of, header_block
 from kvgrpc.prefetch.storage.file.visiting import visited
 from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.paged import PageByPage

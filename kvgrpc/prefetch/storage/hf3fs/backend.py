@@ -25,9 +25,8 @@ from kvgrpc.prefetch.storage.base import (
     timed_out,
     views,
 )
-from kvgrpc.prefetch.storage.file.checksums import checksum_of
 from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, Header
-from kvgrpc.prefetch.storage.file.io import header_block
+from kvgrpc.prefetch.storage.file.io import checksum_of, header_block
 from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.hf3fs.client import Hf3fsClient, LocalClient, UsrbioClient
 from kvgrpc.prefetch.storage.hf3fs.slots import Slot, Slots

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgrpc.prefetch.storage.base import views
-from kvgrpc.prefetch.storage.file.checksums import checksum, checksum_of
 from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, Header, OwnFormat, SglangFormat
+from kvgrpc.prefetch.storage.file.io import checksum, checksum_of
 
 KEYS = st.text(min_size=1, max_size=200).filter(lambda key: not any("\ud800" <= each <= "\udfff" for each in key))
 
