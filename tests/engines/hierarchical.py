@@ -31,7 +31,7 @@ def started(
     *,
     ranks: int = 1,
     environment: Mapping[str, str] | None = None,
-    sizes: Mapping[str, int] | None = None,
+    sizes: Mapping[str, Any] | None = None,
     engine: type[Engine] = Hierarchical,
     **storage: Any,
 ) -> Engine:

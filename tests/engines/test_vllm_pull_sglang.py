@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvgrpc.client import SyncClient
-from kvgrpc.client.engines import cache_address
 from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import prefetch_service_pb2 as pb
-from kvgrpc.v1 import pull_service_pb2
-from tests.engines.engine import LOCAL, SGLANG_PYTHON, Engine, Sglang
-from tests.engines.hierarchical import started
-from tests.engines.model import Case, Reference
+from tests.engines.engine import LOCAL, SGLANG_PYTHON, Engine
+from tests.engines.kinds import PAGE, PAGES, PROMPT, ask, cache_of, open_sglang, taken_by, wait_ready
+from tests.engines.model import Reference
 from tests.engines.vllm_engine import BLOCK, VllmEngine
 from tests.engines.vllm_pulling import opened
 from tests.support.waiting import wait_until
@@ -26,10 +23,6 @@ pytestmark = [
         not SGLANG_PYTHON.exists(), reason="SGLang's environment is not here: `.ci/setup sglang` makes it"
     ),
 ]
-# Two of vLLM's blocks: one of its engines has blocks as large, the other has two in each chunk.
-PAGE = 2 * BLOCK
-PAGES = 6
-PROMPT = PAGES * PAGE + 3
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +34,7 @@ def registry() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def sglang(registry: str, folder: Path, reference: Reference) -> Iterator[Engine]:
-    """Its pages are as large as vLLM's chunks, which is all that is needed."""
-    place = {"KVGRPC_CACHE_LISTEN": f"{LOCAL}:0", "KVGRPC_ENGINE": "sglang", "KVGRPC_REGISTRY": registry}
-    engine = started(
-        folder,
-        reference,
-        engine=Sglang,
-        environment={**place, "KVGRPC_DATA_PLANE": "shm"},
-        sizes={"page_size": PAGE},
-        timeout=8.0,  # a busy machine's engines may send nothing for seconds
-        pull={"exported_pages": 64, "answer_timeout": 8.0, "stall_timeout": 8.0},
-    )
+    engine = open_sglang(folder, reference, registry)
     try:
         yield engine
     finally:
@@ -62,45 +45,10 @@ def sglang(registry: str, folder: Path, reference: Reference) -> Iterator[Engine
 def engines(sglang: Engine, registry: str, folder: Path, reference: Reference) -> Iterator[tuple[Engine, VllmEngine]]:
     vllm = opened("vllm", folder, reference.path, registry, block=PAGE)
     try:
-        start(sglang, vllm, registry)
+        wait_ready(sglang, vllm, registry)
         yield sglang, vllm
     finally:
         vllm.close()
-
-
-def start(sglang: Engine, vllm: VllmEngine, registry: str) -> None:
-    sglang.wait_ready()
-    sglang.stop()  # its scheduler polls without a pause
-    try:
-        vllm.wait_ready()
-    finally:
-        sglang.go_on()
-    wait_until(lambda: len(known(registry) & {"sglang", vllm.role}) == 2, 60)
-
-
-def known(registry: str) -> set[str]:
-    with SyncClient(registry) as client:
-        engines = client.list_engines(include_rows=True)
-        return {engine.name for engine in engines if any(row.endpoints.cache for row in engine.rows)}
-
-
-def cache_of(registry: str, name: str) -> SyncClient:
-    with SyncClient(registry) as client:
-        return SyncClient(cache_address(client.get_engine(name)))
-
-
-def ask(engine: Engine, case: Case) -> int:
-    """How many tokens of the prompt were not computed, as the engine counts; the tokens are right."""
-    request = engine.generate(case.prompt, len(case.tokens))
-    assert request.result(180) == case.tokens
-    return request.cached
-
-
-def taken_by(client: SyncClient) -> list[tuple[str, int]]:
-    pulls = client.list_pulls().pulls
-    taken = [each for each in pulls if each.direction == pull_service_pb2.PULL_DIRECTION_TAKEN]
-    assert not any(each.HasField("failure") for each in taken)
-    return [(each.peer.rank.engine, each.done_pages) for each in taken if each.ended]
 
 
 def test_a_prompt_that_sglang_computed_is_taken_by_vllm(
@@ -158,7 +106,7 @@ def test_a_vllm_whose_workers_share_a_chunk_takes_what_one_rank_computed_and_len
     """Two workers with half of the heads each, which the canonical layout puts beside each other, block by block."""
     two = opened("two", folder, reference.path, registry, 2, canonical_layout=True, blocks_per_chunk=PAGE // BLOCK)
     try:
-        start(sglang, two, registry)
+        wait_ready(sglang, two, registry)
         case = reference.case(PROMPT)
         ask(sglang, case)
         assert sglang.is_empty(30)

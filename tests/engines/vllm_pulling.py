@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvgrpc.client import SyncClient
@@ -16,8 +17,17 @@ CHUNK_BYTES = 64 << 10  # of the tiny model
 
 
 def opened(
-    name: str, folder: Path, model: Path, registry: str, tp: int = 1, block: int = BLOCK, **more: object
+    name: str,
+    folder: Path,
+    model: Path,
+    registry: str,
+    tp: int = 1,
+    block: int = BLOCK,
+    environment: Mapping[str, str] | None = None,
+    arguments: Mapping[str, object] | None = None,
+    **more: object,
 ) -> VllmEngine:
+    """``more``: of the connector's extra config."""
     orders = {
         "type": "KvGrpcOrders",
         "module_path": "kvgrpc.engines.vllm.orders",
@@ -40,8 +50,8 @@ def opened(
             **more,
         },
     }
-    arguments = {**vllm_arguments(model, tp), "block_size": block}
-    return VllmEngine(name, folder, {**arguments, "kv_transfer_config": offloading})
+    sizes = {**vllm_arguments(model, tp), "block_size": block, **(arguments or {})}
+    return VllmEngine(name, folder, {**sizes, "kv_transfer_config": offloading}, environment)
 
 
 def address(registry: str, name: str) -> str:
