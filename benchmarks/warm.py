@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvgrpc.client import SyncClient
 from kvgrpc.server import RegistryServer
@@ -26,6 +26,9 @@ from kvgrpc.v1 import prefetch_service_pb2 as proto
 from tests.engines.engine import LOCAL, PAGE, Engine, Request
 from tests.engines.model import WIDE, Reference
 from tests.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    from tests.engines.vllm_engine import VllmEngine
 
 ENGINE = "sglang" if find_spec("sglang") else "vllm"
 LENGTHS = (256, 512, 1024, 2048, 4096)
@@ -108,9 +111,16 @@ def vllm(folder: Path, reference: Reference, where: Mapping[str, Any]) -> Iterat
 
 
 def vllm_engine(
-    name: str, folder: Path, model: Path, registry: str, tier: Mapping[str, Any], orders: Mapping[str, Any]
-) -> Engine:
-    """One with a host cache for the longest prompts, that tier, and orders that are found at the registry."""
+    name: str,
+    folder: Path,
+    model: Path,
+    registry: str,
+    tier: Mapping[str, Any],
+    orders: Mapping[str, Any],
+    *others: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+) -> VllmEngine:
+    """One with a host cache for the longest prompts, these tiers, and orders that are found at the registry."""
     from tests.engines.vllm_engine import BLOCK, VllmEngine, vllm_arguments
 
     served = {
@@ -128,7 +138,7 @@ def vllm_engine(
             "spec_name": "TieringOnCpu",
             "spec_module_path": "tests.engines.vllm_offloading_on_cpu",
             "cpu_bytes_to_use": 2 * LONGEST * TOKEN_BYTES,
-            "secondary_tiers": [tier, served],
+            "secondary_tiers": [tier, *others, served],
         },
     }
     sizes = {
@@ -137,7 +147,7 @@ def vllm_engine(
         "num_gpu_blocks_override": 2 * LONGEST // BLOCK + 1,
         "kv_transfer_config": offloading,
     }
-    return VllmEngine(name, folder, {**vllm_arguments(model, 1), **sizes})
+    return VllmEngine(name, folder, {**vllm_arguments(model, 1), **sizes}, environment)
 
 
 def measure(warmed: Warmed, router: SyncClient, reference: Reference, lengths: Sequence[int], rounds: int) -> None:
@@ -173,8 +183,8 @@ def prompt_of(reference: Reference, length: int) -> list[int]:
     return [reference.random_token() for _ in range(length + 1)]
 
 
-def first_token(engine: Engine, prompt: list[int]) -> tuple[float, Request]:
-    request = engine.generate(prompt, NEW_TOKENS)
+def first_token(engine: Engine, prompt: list[int], **extra: Any) -> tuple[float, Request]:
+    request = engine.generate(prompt, NEW_TOKENS, **extra)
     request.result(LARGEST_SECONDS)
     assert request.first is not None
     return request.first - request.sent, request
