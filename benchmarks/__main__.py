@@ -40,7 +40,7 @@ from benchmarks.rows import (
     storage,
 )
 
-RESULTS = Path(__file__).parent / "results.json"
+RESULTS = {"seed": Path(__file__).parent / "results.json", "sglang": Path(__file__).parent / "results-sglang.json"}
 ROUNDS = 5
 LOG_WIDTH = 170
 # How often a row is measured while others use the machine; the last figures stay, and are marked.
@@ -129,13 +129,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="what hand-offs are compared with: the seeds' protocol, or SGLang's own classes where they are installed",
     )
     parser.add_argument("--rounds", type=_at_least_one, default=ROUNDS, help=f"turns of each side (default {ROUNDS})")
-    parser.add_argument("--json", type=Path, default=RESULTS, metavar="PATH", help="where the results go")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="where the results go")
     parser.add_argument("--markdown", action="store_true", help="print the table for docs/performance.md too")
     parser.add_argument("--plots", action="store_true", help="print charts for a page: rows that differ by a size")
     parser.add_argument(
         "--quick", action="store_true", help="tiny sizes, once: shows that all runs, the figures mean nothing"
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.json = options.json or RESULTS[options.against]
+    return options
 
 
 def _prefixes(text: str) -> list[str]:
