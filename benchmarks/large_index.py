@@ -17,14 +17,20 @@ from kvgrpc.client import SyncClient
 from kvgrpc.v1 import index_service_pb2 as pb
 from tests.support.waiting import wait_until
 
-LOAD_SECONDS, END_SECONDS = 900.0, 60.0
+LOAD_SECONDS, END_SECONDS, SAY_SECONDS, LOOK_SECONDS = 900.0, 60.0, 10.0, 0.05
 
 
 def until_all(address: str, engines: int, *, answers_only: bool = False) -> None:
     """Waits until all caches are exact; with ``answers_only`` until all are told, be it from a file."""
+    began = said = time.monotonic()
 
     def all_of_them() -> bool:
+        nonlocal said
+        time.sleep(LOOK_SECONDS)
         told, exact = standing(client)
+        if time.monotonic() - said > SAY_SECONDS:
+            said = time.monotonic()
+            print(f"... {told} of {engines} caches told and {exact} exact after {said - began:.0f} s", flush=True)
         return (told if answers_only else exact) == engines
 
     with SyncClient(address) as client:
@@ -64,19 +70,22 @@ def main() -> None:
         until_all(index.address, options.engines)
         loaded = time.monotonic() - began
         known = blocks_known(index.address)
-        print(f"{options.engines} caches, {known} blocks: {loaded:.1f} s, {index.rss() / 2**20:.0f} MiB")
-        print(f"the slowest of 100 questions {asked(index.address):.2f} ms")
+        taken = f"{loaded:.1f} s, {index.cpu():.1f} of CPU"
+        weights = f"{index.rss() / 2**20:.0f} MiB (the fleet {made.rss() / 2**20:.0f})"
+        print(f"{options.engines} caches, {known} blocks: {taken}, {weights}", flush=True)
+        print(f"the slowest of 100 questions {asked(index.address):.2f} ms", flush=True)
         began = time.monotonic()
         index.end(END_SECONDS)
-        print(f"saved in {time.monotonic() - began:.1f} s: {saved.stat().st_size / 2**20:.0f} MiB")
+        print(f"saved in {time.monotonic() - began:.1f} s: {saved.stat().st_size / 2**20:.0f} MiB", flush=True)
         began = time.monotonic()
         index = start(made.address, "--saved", str(saved))
         until_all(index.address, options.engines, answers_only=True)
-        print(f"a restart answers for all after {time.monotonic() - began:.1f} s", end=", ")
+        print(f"a restart answers for all after {time.monotonic() - began:.1f} s", flush=True)
         until_all(index.address, options.engines)
         with SyncClient(index.address) as client:
-            taken = sum(source.snapshots for source in client.list_sources())
-        print(f"is exact after {time.monotonic() - began:.1f} s, {taken} snapshots, {index.rss() / 2**20:.0f} MiB")
+            snapshots = sum(source.snapshots for source in client.list_sources())
+        exact = time.monotonic() - began
+        print(f"it is exact after {exact:.1f} s, {snapshots} snapshots, {index.rss() / 2**20:.0f} MiB", flush=True)
         index.close()
     made.close()
 

@@ -78,6 +78,10 @@ class Program:
     def rss(self) -> int:
         return int(psutil.Process(self._process.pid).memory_info().rss)
 
+    def cpu(self) -> float:
+        """Seconds that it ran."""
+        return float(sum(psutil.Process(self._process.pid).cpu_times()[:2]))
+
     def end(self, seconds: float) -> None:
         """As an operator ends it."""
         self._process.terminate()

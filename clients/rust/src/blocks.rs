@@ -5,6 +5,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use crate::entries::{Chunk, Entries, Walk};
+use crate::groups::PREFIX_GROUP;
 use crate::holders::{place_of, slots_of, Holders, SetId, Slot, NOBODY};
 
 /// Of so many placements that nobody looks at, or half of all blocks, a sweep is begun.
@@ -14,6 +15,8 @@ pub(crate) struct Blocks {
     entries: Entries,
     holders: Holders,
     slots: Vec<State>,
+    /// Of each slot, of blocks with more than one copy, how many more.
+    more: Vec<HashMap<u64, u32>>,
     free: Vec<Slot>,
     owners: Owner,
     free_owners: Vec<Owner>,
@@ -28,20 +31,17 @@ pub(crate) type Owner = u32;
 /// Whose retired and unused slots are.
 pub(crate) const NO_OWNER: Owner = Owner::MAX;
 
+/// Small: a question looks at that of every slot.
+#[derive(Clone, Copy)]
 pub(crate) struct State {
     pub(crate) owner: Owner,
     /// How far one has to reach for its blocks.
     pub(crate) reach: u8,
-    pub(crate) group: u32,
-    /// Of blocks with more than one copy, how many more.
-    more: HashMap<u64, u32>,
+    /// Its group is the one in which prefixes are matched.
+    pub(crate) is_prefix: bool,
 }
 
-impl State {
-    fn unused() -> Self {
-        Self { owner: NO_OWNER, reach: 0, group: 0, more: HashMap::new() }
-    }
-}
+const UNUSED: State = State { owner: NO_OWNER, reach: 0, is_prefix: false };
 
 impl Blocks {
     /// A table in 2^`bits` parts.
@@ -50,6 +50,7 @@ impl Blocks {
             entries: Entries::new(bits),
             holders: Holders::new(),
             slots: Vec::new(),
+            more: Vec::new(),
             free: Vec::new(),
             owners: 0,
             free_owners: Vec::new(),
@@ -63,8 +64,8 @@ impl Blocks {
         &self.holders
     }
 
-    pub(crate) fn slot(&self, slot: Slot) -> &State {
-        &self.slots[slot as usize]
+    pub(crate) fn slot(&self, slot: Slot) -> State {
+        self.slots[slot as usize]
     }
 
     #[cfg(test)]
@@ -98,16 +99,18 @@ impl Blocks {
 
     pub(crate) fn new_slot(&mut self, owner: Owner, reach: usize, group: u32) -> Slot {
         let slot = self.free.pop().unwrap_or_else(|| {
-            self.slots.push(State::unused());
+            self.slots.push(UNUSED);
+            self.more.push(HashMap::new());
             (self.slots.len() - 1) as Slot
         });
-        self.slots[slot as usize] = State { owner, reach: reach as u8, group, more: HashMap::new() };
+        self.slots[slot as usize] = State { owner, reach: reach as u8, is_prefix: group == PREFIX_GROUP };
         slot
     }
 
     /// Nobody looks at the slot any more, which held so many blocks.
     pub(crate) fn retire(&mut self, slot: Slot, blocks: u64) {
-        self.slots[slot as usize] = State::unused();
+        self.slots[slot as usize] = UNUSED;
+        self.more[slot as usize] = HashMap::new();
         if blocks == 0 {
             self.free.push(slot);
             return;
@@ -130,7 +133,7 @@ impl Blocks {
             }
             next = found.map_or(next, |position| position + 1);
             if step.after == before {
-                *self.slots[slot as usize].more.entry(key).or_insert(0) += 1;
+                *self.more[slot as usize].entry(key).or_insert(0) += 1;
                 continue;
             }
             match found {
@@ -157,7 +160,7 @@ impl Blocks {
                 continue;
             }
             gone(key);
-            let more = &mut self.slots[slot as usize].more;
+            let more = &mut self.more[slot as usize];
             if let Some(copies) = more.get_mut(&key) {
                 *copies -= 1;
                 if *copies == 0 {
@@ -187,12 +190,11 @@ impl Blocks {
 
     /// The table as it is now.
     pub(crate) fn cut(&self) -> BlocksCut {
-        let more =
-            |(slot, state): (usize, &State)| (!state.more.is_empty()).then(|| (slot as Slot, state.more.clone()));
+        let more = |(slot, more): (usize, &HashMap<u64, u32>)| (!more.is_empty()).then(|| (slot as Slot, more.clone()));
         BlocksCut {
             chunks: self.entries.chunks().to_vec(),
             sets: self.holders.all().map(|(set, words)| (set, words.to_vec())).collect(),
-            more: self.slots.iter().enumerate().filter_map(more).collect(),
+            more: self.more.iter().enumerate().filter_map(more).collect(),
         }
     }
 

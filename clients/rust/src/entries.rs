@@ -161,7 +161,23 @@ pub(crate) struct Walk<'a> {
     next: Position,
 }
 
+/// So many blocks are compared without a branch between.
+const AT_A_TIME: usize = 8;
+
 impl Walk<'_> {
+    /// The set that holds the first of these blocks, and how many of them, it included, lie behind each other with that set.
+    #[inline]
+    pub(crate) fn run(&mut self, keys: &[u64]) -> (SetId, usize) {
+        let Some(position) = keys.first().and_then(|key| self.entries.find(*key, self.next)) else {
+            return (NOBODY, 1);
+        };
+        let (chunk, at) = place_of(position);
+        let Chunk { keys: own, sets } = &self.entries.chunks[chunk];
+        let count = alike(&own[at..], &sets[at..], keys);
+        self.next = position + count as Position;
+        (sets[at], count)
+    }
+
     /// The set that holds the next block.
     #[inline]
     pub(crate) fn set_of(&mut self, key: u64) -> SetId {
@@ -173,6 +189,19 @@ impl Walk<'_> {
             None => NOBODY,
         }
     }
+}
+
+/// How many of the first blocks are those that are asked for, and have the set of the first one.
+fn alike(own: &[u64], sets: &[SetId], asked: &[u64]) -> usize {
+    let set = sets[0];
+    let (ours, theirs) = (own.chunks_exact(AT_A_TIME).zip(sets.chunks_exact(AT_A_TIME)), asked.chunks_exact(AT_A_TIME));
+    let are_alike = |((own, sets), asked): &((&[u64], &[SetId]), &[u64])| {
+        let differs = |at: usize| (own[at] ^ asked[at]) | u64::from(sets[at] ^ set);
+        (0..AT_A_TIME).fold(0, |found, at| found | differs(at)) == 0
+    };
+    let begin = AT_A_TIME * ours.zip(theirs).take_while(are_alike).count();
+    let rest = own[begin..].iter().zip(&sets[begin..]).zip(&asked[begin..]);
+    begin + rest.take_while(|((own, own_set), asked)| own == asked && **own_set == set).count()
 }
 
 #[inline]
@@ -222,8 +251,34 @@ mod tests {
         expected.retain(|_, set| *set % 5 != 0);
         let mut walk = entries.walk();
         assert!((0..13_000).all(|key| walk.set_of(key) == expected.get(&key).copied().unwrap_or(NOBODY)));
+        for first in 0..13_000 {
+            let run: Vec<u64> = (first..first + random.u64(1..40)).collect();
+            let (set, count) = entries.walk().run(&run);
+            assert!(
+                (1..=run.len()).contains(&count) && run[..count].iter().all(|key| entries.walk().set_of(*key) == set)
+            );
+        }
         let told: HashMap<u64, SetId> = entries.chunks().iter().flat_map(Chunk::taken).collect();
         assert_eq!((entries.len(), told), (expected.len() as u64, expected));
+    }
+
+    #[test]
+    fn a_run_ends_where_the_set_changes_or_another_block_lies() {
+        let mut entries = Entries::new(0);
+        let keys: Vec<u64> = (0..40).collect();
+        let positions: Vec<Position> = keys.iter().map(|key| entries.insert(*key, 1)).collect();
+        entries.change(positions[19], 2);
+        let runs = |entries: &Entries, keys: &[u64]| {
+            let (mut walk, mut at, mut found) = (entries.walk(), 0, Vec::new());
+            while at < keys.len() {
+                let run = walk.run(&keys[at..]);
+                found.push(run);
+                at += run.1;
+            }
+            found
+        };
+        assert_eq!(runs(&entries, &keys), [(1, 19), (2, 1), (1, 20)]);
+        assert_eq!(runs(&entries, &[0, 1, 2, 30, 31, 77, 32]), [(1, 3), (1, 2), (NOBODY, 1), (1, 1)]);
     }
 
     #[test]

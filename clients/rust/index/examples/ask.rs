@@ -10,9 +10,12 @@ use kvgrpc::pb::{score_prompt::Prefix, BlockHashes, ScorePrompt, ScoreRequest};
 use kvgrpc::{AuthorizedChannel, Dialer, Options};
 use tokio::time::Instant;
 
+#[path = "support/alarm.rs"]
+mod alarm;
 #[path = "support/layout.rs"]
 mod layout;
 
+use alarm::Alarm;
 use layout::{engine_name, key, Layout, CHAIN};
 
 struct Plan {
@@ -25,7 +28,7 @@ struct Plan {
     end: Instant,
 }
 
-#[tokio::main]
+#[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [address, engines, blocks, batch, most, seconds, tasks, rate] = arguments.as_slice() else {
@@ -57,6 +60,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
 async fn ask(plan: Arc<Plan>, task: u64, channel: AuthorizedChannel) -> Result<Vec<Duration>, String> {
     let mut client = IndexServiceClient::new(channel).max_decoding_message_size(64 << 20);
+    let alarm = Alarm::new().map_err(|error| error.to_string())?;
     let (mut random, mut took) = (fastrand::Rng::with_seed(task), Vec::new());
     for call in 0.. {
         let due = match plan.rate {
@@ -71,7 +75,7 @@ async fn ask(plan: Arc<Plan>, task: u64, channel: AuthorizedChannel) -> Result<V
         let chains: Vec<u64> = (0..plan.batch).map(|_| random.u64(..plan.layout.chains())).collect();
         let prompts = chains.iter().map(|chain| prompt(*chain)).collect();
         let request = ScoreRequest { prompts, max_scores: plan.most, ..Default::default() };
-        until(due).await?;
+        alarm.until(due).await.map_err(|error| error.to_string())?;
         let told = client.score(request).await.map_err(|status| status.to_string())?.into_inner();
         took.push(due.elapsed());
         let right = told.prompts.iter().zip(&chains).all(|(told, chain)| {
@@ -84,15 +88,6 @@ async fn ask(plan: Arc<Plan>, task: u64, channel: AuthorizedChannel) -> Result<V
         }
     }
     Ok(took)
-}
-
-/// Timers of tokio wait for whole milliseconds, which are many questions.
-async fn until(due: Instant) -> Result<(), String> {
-    let left = due.saturating_duration_since(Instant::now());
-    if left.is_zero() {
-        return Ok(());
-    }
-    tokio::task::spawn_blocking(move || std::thread::sleep(left)).await.map_err(|error| error.to_string())
 }
 
 fn prompt(chain: u64) -> ScorePrompt {

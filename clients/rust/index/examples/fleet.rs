@@ -47,11 +47,12 @@ impl EventService for Serving {
         let number = request.engine.trim_start_matches("engine").parse::<u64>();
         let engine = number.map_err(|_| Status::not_found("no such engine"))?;
         let cache = engine * self.0.dp_ranks + u64::from(request.dp);
-        if request.mode() != WatchMode::Snapshot {
-            return Err(Status::unimplemented("snapshots only"));
+        let next = request.from_sequence.filter(|_| request.log_id == self.0.stream_of(cache).log_id);
+        if request.mode() != WatchMode::Snapshot && next.is_none() {
+            return Err(Status::unimplemented("snapshots, and what follows on one"));
         }
         let (say, said) = tokio::sync::mpsc::channel(4);
-        tokio::spawn(tell(self.0.clone(), cache, say));
+        tokio::spawn(tell(self.0.clone(), cache, next, say));
         Ok(Response::new(Box::pin(ReceiverStream::new(said))))
     }
 }
@@ -65,20 +66,21 @@ impl Fleet {
     }
 }
 
-/// Says all of one stream until nobody listens.
-async fn tell(fleet: Arc<Fleet>, cache: u64, say: Sender<Told>) -> Option<()> {
+/// Says all of one stream until nobody listens, to whoever knows what came before `next` without a snapshot.
+async fn tell(fleet: Arc<Fleet>, cache: u64, next: Option<u64>, say: Sender<Told>) -> Option<()> {
     let said = |kind| Ok(WatchResponse { kind: Some(kind) });
     say.send(said(Kind::Begin(pb::WatchBegin { stream: Some(fleet.stream_of(cache)), first_sequence: 0 })))
         .await
         .ok()?;
-    let blocks = fleet.layout.blocks_of(cache);
+    let blocks = if next.is_some() { Vec::new() } else { fleet.layout.blocks_of(cache) };
     let parts = blocks.chunks(BLOCKS_OF_A_PART).count();
     for (at, part) in blocks.chunks(BLOCKS_OF_A_PART).enumerate() {
         let payloads = vec![batch(&[], part, 0)];
         let part = pb::SnapshotPart { index: at as u32, last: at + 1 == parts, payloads, ..Default::default() };
         say.send(said(Kind::Snapshot(part))).await.ok()?;
     }
-    let (mut next, mut beat) = (0_u64, tokio::time::interval(Duration::from_secs(1)));
+    drop(blocks);
+    let (mut next, mut beat) = (next.unwrap_or(0), tokio::time::interval(Duration::from_secs(1)));
     let mut pace = tokio::time::interval(fleet.every.unwrap_or(Duration::from_secs(3600)));
     loop {
         tokio::select! {
@@ -138,7 +140,7 @@ fn made(engine: u64) -> Vec<Vec<u8>> {
     layout::made(engine).into_iter().map(encoded).collect()
 }
 
-#[tokio::main]
+#[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [caches, blocks, rate, layout, more @ ..] = arguments.as_slice() else {

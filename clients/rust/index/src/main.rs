@@ -7,6 +7,7 @@ mod listening;
 mod names;
 mod proof;
 mod refusals;
+mod runtimes;
 mod service;
 mod status;
 mod turns;
@@ -23,6 +24,7 @@ use kvgrpc::pb::index_service_server::IndexServiceServer;
 use kvgrpc::pb::server_service_server::ServerServiceServer;
 use kvgrpc::{Dialer, IndexOptions, Options, PrefixIndex};
 use tokio::net::TcpListener;
+use tokio::runtime::Handle;
 use tokio::signal::unix::{signal, SignalKind};
 use tonic::server::NamedService;
 use tonic::transport::{Certificate, ClientTlsConfig, Identity, Server, ServerTlsConfig};
@@ -33,6 +35,7 @@ use crate::admission::Admission;
 use crate::limits::Limits;
 use crate::listening::{resolved, Listen};
 use crate::proof::Proof;
+use crate::runtimes::Runtimes;
 use crate::service::Index;
 use crate::status::{Status, LOOK_INTERVAL};
 use crate::turns::Turns;
@@ -103,9 +106,9 @@ struct Arguments {
     insecure: bool,
 }
 
-#[tokio::main]
-async fn main() -> ExitCode {
-    match serve(Arguments::parse()).await {
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    match Runtimes::new().and_then(|runtimes| runtimes.run(|following| serve(arguments, following))) {
         Ok(()) => ExitCode::SUCCESS,
         Err(why) => {
             eprintln!("kvgrpc-index: {why}");
@@ -114,7 +117,7 @@ async fn main() -> ExitCode {
     }
 }
 
-async fn serve(arguments: Arguments) -> Result<(), String> {
+async fn serve(arguments: Arguments, following: Handle) -> Result<(), String> {
     let call_limits = limits::parse(&arguments.call_limits)?;
     let listen = Listen::read(&arguments.listen).await?;
     check_reach(&arguments, &listen)?;
@@ -124,7 +127,7 @@ async fn serve(arguments: Arguments) -> Result<(), String> {
     let tokens_file = arguments.tokens_file.clone();
     let proof = Proof::new(tokens_file, asks_certificates, &arguments.listen, &bound, &arguments.audience)?;
     let index = Index {
-        index: Arc::new(PrefixIndex::new(options(&arguments)?).map_err(|error| error.to_string())?),
+        index: Arc::new(follow(options(&arguments)?, &following)?),
         draining: Arc::new(AtomicBool::new(false)),
         ending: Arc::default(),
         counts: Arc::default(),
@@ -174,6 +177,12 @@ async fn serve(arguments: Arguments) -> Result<(), String> {
     let _ = tokio::time::timeout(LAST_CALLS, serving).await;
     index.index.save(SAVE_AT_END).await;
     Ok(())
+}
+
+/// An index whose followers run there.
+fn follow(options: IndexOptions, following: &Handle) -> Result<PrefixIndex, String> {
+    let _entered = following.enter();
+    PrefixIndex::new(options).map_err(|error| error.to_string())
 }
 
 /// The contract as generic clients ask for it.

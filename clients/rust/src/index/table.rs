@@ -2,10 +2,11 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use crate::blocks::{Blocks, Owner};
-use crate::groups::{HOST, NOWHERE, PREFIX_GROUP, REACHES};
+use crate::groups::{HOST, NOWHERE, REACHES};
 use crate::holders::{SetId, NOBODY};
 use crate::index::followed::Followed;
 use crate::index::planning::Holding;
@@ -30,6 +31,8 @@ pub(crate) struct Table {
     caches: Vec<Option<Followed>>,
     free: Vec<CacheId>,
     by_key: BTreeMap<CacheKey, CacheId>,
+    /// Of each cache, how many come before it by engine and dp; told anew when that changed and is asked for.
+    ranks: OnceLock<Vec<u32>>,
     /// Whose what is shown is: none of a snapshot that is not complete.
     by_owner: Vec<CacheId>,
     /// How many caches run a model.
@@ -51,6 +54,7 @@ impl Table {
             caches: Vec::new(),
             free: Vec::new(),
             by_key: BTreeMap::new(),
+            ranks: OnceLock::new(),
             by_owner: Vec::new(),
             models: HashMap::new(),
         }
@@ -73,12 +77,14 @@ impl Table {
             }
         };
         self.by_key.insert(key, cache);
+        self.ranks.take();
         self.show(cache);
         cache
     }
 
     pub(crate) fn remove(&mut self, key: &CacheKey) {
         let Some(cache) = self.by_key.remove(key) else { return };
+        self.ranks.take();
         let Some(followed) = self.caches[cache as usize].take() else { return };
         if let Some(count) = self.models.get_mut(&followed.place.model) {
             *count -= 1;
@@ -128,10 +134,7 @@ impl Table {
         key: &CacheKey,
         tell: impl FnOnce(&mut Followed, &mut Blocks) -> T,
     ) -> Option<T> {
-        if self.by_key.get(key) != Some(&cache) {
-            return None;
-        }
-        let followed = self.caches[cache as usize].as_mut()?;
+        let followed = self.caches[cache as usize].as_mut().filter(|followed| followed.key == *key)?;
         let before = followed.kept.contents.owner;
         let told = tell(followed, &mut self.blocks);
         if followed.kept.contents.owner != before {
@@ -188,19 +191,27 @@ impl Table {
                 self.found(hashes, stride, step, is_asked, &mut scores);
             }
         }
-        let order = |(found, followed): &(Found, &Followed)| {
+        let ranks = self.ranks.get_or_init(|| self.ranked());
+        let worth = |(at, (found, followed)): (usize, &(Found, &Followed))| {
             let tokens = found.ends[REACHES - 1] as u64 * u64::from(followed.kept.contents.page_tokens.max(1));
-            (Reverse(tokens), Reverse(found.ends[0]))
+            (Reverse(tokens), Reverse(found.ends[0]), ranks[found.cache as usize], at)
         };
-        let by_worth = |a: &(Found, &Followed), b: &(Found, &Followed)| {
-            order(a).cmp(&order(b)).then_with(|| a.1.key.cmp(&b.1.key))
-        };
-        if wanted.most > 0 && wanted.most < scores.len() {
-            scores.select_nth_unstable_by(wanted.most, by_worth);
-            scores.truncate(wanted.most);
+        let mut order: Vec<_> = scores.iter().enumerate().map(worth).collect();
+        if wanted.most > 0 && wanted.most < order.len() {
+            order.select_nth_unstable(wanted.most);
+            order.truncate(wanted.most);
         }
-        scores.sort_unstable_by(by_worth);
-        Ok(scores.iter().map(|(found, followed)| to_score(found, followed, wanted.freshness, now)).collect())
+        order.sort_unstable();
+        let told = order.iter().map(|(.., at)| &scores[*at]);
+        Ok(told.map(|(found, followed)| to_score(found, followed, wanted.freshness, now)).collect())
+    }
+
+    fn ranked(&self) -> Vec<u32> {
+        let mut ranks = vec![0; self.caches.len()];
+        for (rank, cache) in self.by_key.values().enumerate() {
+            ranks[*cache as usize] = rank as u32;
+        }
+        ranks
     }
 
     /// What each cache that answers has of a request, those that have nothing too: nobody is sent to, nor pulls from, one that
@@ -301,13 +312,16 @@ impl Table {
         let (mut ended, mut alive) = (Vec::with_capacity(AT_ONCE), Vec::with_capacity(AT_ONCE));
         let mut nearest = vec![NOWHERE as u8; self.caches.len()];
         let (mut before, mut end, mut walk) = (NOBODY, 0, self.blocks.walk());
-        for hash in strided(hashes, stride) {
-            let set = walk.set_of(*hash);
+        while end < hashes.len() / stride {
+            let (set, count) = match stride {
+                1 => walk.run(&hashes[end..]),
+                _ => (walk.set_of(hashes[(end + 1) * stride - 1]), 1),
+            };
             if set != before || end == 0 {
                 before = set;
                 for slot in self.blocks.holders().slots(set) {
                     let state = self.blocks.slot(slot);
-                    let cache = if state.group == PREFIX_GROUP { self.cache_of(state.owner) } else { NONE };
+                    let cache = if state.is_prefix { self.cache_of(state.owner) } else { NONE };
                     if cache == NONE || nearest[cache as usize] == NOT_ASKED {
                         continue;
                     }
@@ -336,7 +350,7 @@ impl Table {
                     return ended;
                 }
             }
-            end += 1;
+            end += count;
         }
         for mut found in alive {
             found.ends[found.longest..].fill(end);
