@@ -82,8 +82,8 @@ class Turns:
         # Among whom the one waited whose piece it is, and its accounts.
         self._who: tuple[_Waiting, _Accounts] = self._waiting, ()
         self._hurries_until = 0.0
-        # The process's interval of changes between threads, while ours is in its place.
-        self._usual_switch: float | None = None
+        # True while a timer of this loop is to put the process's interval of changes between threads back.
+        self._puts_back = False
         # True while a step runs that has a turn: it takes no other.
         self._in_a_step = False
         # True once the step of ``in_turns`` that runs now was the last to need a turn.
@@ -201,17 +201,21 @@ class Turns:
 
     def _switch_sooner(self) -> None:
         """Until no hand-off goes on any more; an interval that is as short already is left alone."""
+        global _usual_switch
         usual = sys.getswitchinterval()
-        if self._usual_switch is None and usual > SWITCH_SECONDS:
-            self._usual_switch = usual
+        if usual > SWITCH_SECONDS:
+            _usual_switch = usual
             sys.setswitchinterval(SWITCH_SECONDS)
+        if not self._puts_back and _usual_switch is not None:
+            self._puts_back = True
             self._switch_as_usual()
 
     def _switch_as_usual(self) -> None:
+        global _usual_switch
         if self.hurries:
             asyncio.get_running_loop().call_later(HURRY_SECONDS, self._switch_as_usual)
             return
-        usual, self._usual_switch = self._usual_switch, None
+        self._puts_back, usual, _usual_switch = False, _usual_switch, None
         # Whoever set another one meanwhile means that.
         if usual is not None and sys.getswitchinterval() == SWITCH_SECONDS:
             sys.setswitchinterval(usual)
@@ -365,4 +369,7 @@ async def in_pieces(items: Iterator[T]) -> list[T]:
         await asyncio.sleep(0)  # so that the piece is over
 
 
+# The process's own interval of changes between threads, while SWITCH_SECONDS is in its place; of a loop that ended
+# meanwhile the next one puts it back.
+_usual_switch: float | None = None
 _OF_LOOPS: WeakKeyDictionary[asyncio.AbstractEventLoop, Turns] = WeakKeyDictionary()

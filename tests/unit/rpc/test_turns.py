@@ -30,8 +30,9 @@ from tests.support.waiting import until
 
 
 @pytest.fixture(autouse=True)
-def own_switch_interval() -> Iterator[None]:
+def own_switch_interval(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A loop that ends while hand-offs go on puts nothing back."""
+    monkeypatch.setattr(kvgrpc.rpc.turns, "_usual_switch", None)
     usual = sys.getswitchinterval()
     yield
     sys.setswitchinterval(usual)
@@ -385,7 +386,7 @@ def test_those_that_came_once_are_forgotten() -> None:
 
 
 async def test_threads_change_sooner_while_calls_wait_beside_hand_offs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvgrpc.rpc.turns, "HURRY_SECONDS", 0.02)
+    monkeypatch.setattr(kvgrpc.rpc.turns, "HURRY_SECONDS", 0.5)
     turns, usual = Turns.of_this_loop(), sys.getswitchinterval()
     seen = []
 
@@ -404,8 +405,29 @@ async def test_threads_change_sooner_while_calls_wait_beside_hand_offs(monkeypat
     await until(lambda: sys.getswitchinterval() == usual, 5)
 
 
+def test_what_a_loop_that_ended_left_short_the_next_one_puts_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvgrpc.rpc.turns, "HURRY_SECONDS", 0.5)
+    usual = sys.getswitchinterval()
+
+    async def call() -> None:
+        compute(0.001)
+
+    async def wait_beside_a_hand_off() -> None:
+        turns = Turns.of_this_loop()
+        turns.hurry()
+        await asyncio.gather(turns.in_turns(call()), turns.in_turns(call()))
+
+    async def goes_on() -> None:
+        await wait_beside_a_hand_off()
+        await until(lambda: sys.getswitchinterval() == usual, 5)
+
+    asyncio.run(wait_beside_a_hand_off())
+    assert sys.getswitchinterval() == SWITCH_SECONDS
+    asyncio.run(goes_on())
+
+
 async def test_an_interval_that_somebody_set_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvgrpc.rpc.turns, "HURRY_SECONDS", 0.02)
+    monkeypatch.setattr(kvgrpc.rpc.turns, "HURRY_SECONDS", 0.5)
     turns = Turns.of_this_loop()
 
     async def call() -> None:
@@ -417,5 +439,5 @@ async def test_an_interval_that_somebody_set_meanwhile_stays(monkeypatch: pytest
     turns.hurry()
     await asyncio.gather(made(), made())
     sys.setswitchinterval(0.002)
-    await until(lambda: turns._usual_switch is None, 5)
+    await until(lambda: not turns._puts_back, 5)
     assert sys.getswitchinterval() == 0.002

@@ -324,7 +324,7 @@ class _Page:
 
 def state_of(status: os.stat_result) -> int:
     """A number that differs once a file was written to, or another took its place."""
-    return status.st_size << 64 | status.st_mtime_ns
+    return (status.st_ino << 64 | status.st_size) << 64 | status.st_mtime_ns
 
 
 def _blocks(nbytes: int) -> int:
