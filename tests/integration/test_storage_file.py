@@ -208,6 +208,17 @@ def test_a_page_that_was_seen_whole_is_looked_at_and_not_opened(
     assert backend.contains(["k"], SECONDS) == [False]
 
 
+def test_a_page_in_sglangs_format_is_there_when_its_time_has_changed(name: str, folder: Path) -> None:
+    """No header proves it: what is there counts, whatever was seen of it before."""
+    backend, arena = opened(name, folder, format="sglang"), Arena(2)
+    arena.fill_all()
+    assert backend.write(["k"], [arena.page(0)], SECONDS) == [OK]
+    os.utime(folder / "k.bin", (1_600_000_000, 1_600_000_000))
+    assert backend.contains(["k"], SECONDS) == [True] and backend.count_leading(["k"], SECONDS) == 1
+    assert backend.write(["k"], [arena.page(0)], SECONDS) == [OK] and backend.stats().written == 1
+    assert backend.close(SECONDS)
+
+
 def put_there(path: Path, thing: str) -> None:
     """What bears a page's name and is no plain file."""
     path.parent.mkdir(exist_ok=True)
