@@ -31,14 +31,19 @@ def check_at_once(pair: Pair, reference: Reference) -> None:
     assert pair.prefill.is_empty() and pair.decode.is_empty(), pair.decode.log_tail()
 
 
-def kill_last_stage(pair: Pair, reference: Reference) -> None:
-    """Decode's request that waits for all stages ends with the reason, and a prefill that starts again is used."""
+def kill_last_stage(pair: Pair, reference: Reference, role: str) -> None:
+    """A request that waits for all stages of the other side ends, with the reason at decode, and the engine of that
+    role that starts again is used."""
     asked = Asked(pair, reference.case(100), pair.room())
     decode = asked.ask_decode()
     wait_for(pair.decode, asked.number, has_met)
-    pair.prefill.kill_stage(1)
-    assert decode.wait(PEER_LOST_SECONDS), pair.decode.log_tail()
-    assert "PEER_LOST" in pair.reason_of(decode, asked.room), pair.decode.log_tail()
-    pair.restart("prefill")
+    if role == "prefill":
+        pair.prefill.kill_stage(1)
+        assert decode.wait(PEER_LOST_SECONDS), pair.decode.log_tail()
+        assert "PEER_LOST" in pair.reason_of(decode, asked.room), pair.decode.log_tail()
+    else:
+        pair.decode.kill_stage(1)
+        assert asked.ask_prefill().wait(PEER_LOST_SECONDS), pair.prefill.log_tail()
+    pair.restart(role)
     pair.check(reference)
-    assert pair.prefill.is_empty() and pair.decode.is_empty(), pair.decode.log_tail()
+    assert pair.prefill.is_empty() and pair.decode.is_empty(), pair.prefill.log_tail() + pair.decode.log_tail()

@@ -115,14 +115,17 @@ def has_met(room: proto.Room) -> bool:
 def wait_for(
     engine: Engine, number: int, condition: Callable[[proto.Room], bool], request: Request | None = None
 ) -> None:
-    """Until a room of the engine's rank is so, or ``request`` has ended: it may be forgotten before it is seen."""
-    with SyncClient(rank_address(engine)) as client:
-        end = time.monotonic() + STAGE_SECONDS
-        while time.monotonic() < end:
-            found = [room for room in client.list_rooms() if room.room == number]
-            if (found and condition(found[0])) or (request is not None and request.ended is not None):
-                return
-    raise AssertionError(f"room {number} of {engine.role} did not come so far\n{engine.log_tail()}")
+    """Until a room is so in every rank of the engine, or ``request`` has ended: it may be forgotten before it is
+    seen."""
+    end = time.monotonic() + STAGE_SECONDS
+    for address in rank_addresses(engine):
+        with SyncClient(address) as client:
+            while not any(room.room == number and condition(room) for room in client.list_rooms()):
+                if request is not None and request.ended is not None:
+                    return
+                assert time.monotonic() < end, (
+                    f"room {number} of {engine.role} did not come so far\n{engine.log_tail()}"
+                )
 
 
 def room_of(engine: Engine, number: int) -> proto.Room | None:
@@ -131,5 +134,10 @@ def room_of(engine: Engine, number: int) -> proto.Room | None:
 
 
 def rank_address(engine: Engine) -> str:
-    (address,) = re.findall(rf"{engine.role} rank \S+ listens on ([^\s,]+)", engine.log())
-    return str(address)
+    """Of an engine with one rank."""
+    (address,) = rank_addresses(engine)
+    return address
+
+
+def rank_addresses(engine: Engine) -> list[str]:
+    return re.findall(rf"{engine.role} rank \S+ listens on ([^\s,]+)", engine.log())

@@ -36,4 +36,4 @@ def test_requests_at_once_and_cancelled_ones_leave_no_page_behind(pair: Pair, st
 
 
 def test_a_stage_that_is_killed_fails_what_waits_for_it_and_prefill_serves_again(pair: Pair, staged: Reference) -> None:
-    kill_last_stage(pair, staged)
+    kill_last_stage(pair, staged, "prefill")

@@ -82,7 +82,11 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
 @pytest.mark.parametrize(
     ("config", "caches", "what"),
     [
-        (engine("kv_consumer", pipeline_parallel_size=2), cache_config(attention()), 'ask .* "untried": "pipeline"'),
+        (
+            engine("kv_both", pipeline_parallel_size=2),
+            cache_config(attention()),
+            'kv_both.* ask .* "untried": "pipeline"',
+        ),
         (engine(pipeline_parallel_size=2), cache_config(WINDOW, attention()), "pipeline .* several groups of layers"),
         (
             engine(),

@@ -1,9 +1,10 @@
-"""Two pipeline stages of prefill, each with some of the layers and a rank of its own; decode has one."""
+"""Pipeline stages at either side, each with some of the layers and a rank of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,13 @@ from tests.engines.pipeline import LENGTHS, check, check_at_once, kill_last_stag
 from tests.engines.vllm_engine import VllmPair
 
 pytestmark = pytest.mark.timeout(900)
-# Compiled, as by default: without, vLLM's worker for CPUs has no memory to receive what the stage before it computed.
-STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+SIZES = (2, 1), (2, 2), (1, 2)
+
+
+def stages(count: int) -> dict[str, Any]:
+    """Compiled, as by default: without, vLLM's worker for CPUs has no memory to receive what the stage before it
+    computed."""
+    return {} if count == 1 else {"pipeline_parallel_size": count, "distributed_executor_backend": "mp"}
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +27,16 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(tmp_path_factory.mktemp("staged"), STAGED)
 
 
+@pytest.fixture(scope="module", params=SIZES, ids=lambda sizes: f"{sizes[0]} to {sizes[1]}")
+def sizes(request: pytest.FixtureRequest) -> tuple[int, int]:
+    """Stages of prefill and of decode."""
+    found: tuple[int, int] = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def pair(folder: Path, staged: Reference) -> Iterator[VllmPair]:
-    pair = VllmPair(folder, staged.path, prefill=STAGES)
+def pair(folder: Path, staged: Reference, sizes: tuple[int, int]) -> Iterator[VllmPair]:
+    pair = VllmPair(folder, staged.path, prefill=stages(sizes[0]), decode=stages(sizes[1]))
     pair.wait_ready()
     yield pair
     pair.close()
@@ -38,7 +51,7 @@ def test_requests_at_once_and_cancelled_ones_leave_no_page_behind(pair: VllmPair
     check_at_once(pair, staged)
 
 
-def test_a_stage_that_is_killed_fails_what_waits_for_it_and_prefill_serves_again(
-    pair: VllmPair, staged: Reference
+def test_a_stage_that_is_killed_fails_what_waits_for_it_and_its_engine_serves_again(
+    pair: VllmPair, staged: Reference, sizes: tuple[int, int]
 ) -> None:
-    kill_last_stage(pair, staged)
+    kill_last_stage(pair, staged, "prefill" if sizes[0] > 1 else "decode")

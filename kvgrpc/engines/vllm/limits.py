@@ -8,8 +8,8 @@ from typing import Any
 from kvgrpc.engines.vllm.groups import has_state, is_served, untried_kinds
 from kvgrpc.errors import FeatureDisabled
 
-# Kinds of layers to hand over although nobody has seen it work, "MAMBA1,LINEAR", or pipeline stages of decode:
-# the key of kv_connector_extra_config, and the variable.
+# Kinds of layers to hand over although nobody has seen it work, "MAMBA1,LINEAR", or pipeline stages of
+# kv_both: the key of kv_connector_extra_config, and the variable.
 UNTRIED, _VARIABLE, PIPELINE = "untried", "KVGRPC_UNTRIED", "pipeline"
 
 
@@ -19,12 +19,12 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     kinds = [type(spec).__name__ for spec in specs if not is_served(spec)]
     untried = sorted(kind for kind in untried_kinds(kv_cache_config) if kind.lower() not in _asked_for(config))
-    decodes = config.kv_transfer_config.kv_role != "kv_producer"
+    is_both = config.kv_transfer_config.kv_role == "kv_both"
     refused = (
         (
-            parallel.pipeline_parallel_size > 1 and decodes and PIPELINE not in _asked_for(config),
-            "pipeline parallelism of decode",
-            "its stages say which layers they hold, but were never run",
+            parallel.pipeline_parallel_size > 1 and is_both and PIPELINE not in _asked_for(config),
+            "pipeline parallelism with kv_role kv_both",
+            "it was run with kv_producer and kv_consumer alone",
             f'ask for it by name: "{UNTRIED}": "{PIPELINE}" in kv_connector_extra_config',
         ),
         (
