@@ -38,7 +38,7 @@ def check_supported(kv_args: Any) -> None:
         (
             parallel.pp_size > 1 and disagg.disaggregation_mode == "decode" and PIPELINE not in _asked_for(),
             f"--pp-size {parallel.pp_size} at decode",
-            "later stages of SGLang's decode keep the pages of hand-offs that failed, and it was never run",
+            "later stages of SGLang's decode keep the pages of hand-offs that failed",
             f"use --pp-size 1, which takes from all stages of prefill, or set {UNTRIED}={PIPELINE}",
         ),
         (
