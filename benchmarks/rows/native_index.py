@@ -123,32 +123,40 @@ def until_current(address: str) -> None:
 
 
 class Asked:
-    """An index of a fleet that goes on, asked as fast as can be and then at even distances."""
+    """An index of a fleet that goes on, asked as fast as can be and then at even distances.
+
+    Both are there for a turn: those of the other side would have their share of the processors meanwhile.
+    """
 
     def __init__(self, start: Start, name: str, batch: int, blocks: int, seconds: float, pace: int) -> None:
-        self._fleet = fleet(blocks, BATCHES_A_SECOND, "chains")
-        self._index = start(self._fleet.address)
-        self._name, self._batch, self._blocks, self._seconds, self._pace = name, batch, blocks, seconds, pace
-        until_current(self._index.address)
+        self._start, self._name, self._batch = start, name, batch
+        self._blocks, self._seconds, self._pace = blocks, seconds, pace
+        self._highest = 0
 
     def turn(self) -> Figures:
-        fast, paced = self._ask(0), self._ask(self._pace)
+        made = fleet(self._blocks, BATCHES_A_SECOND, "chains")
+        index = self._start(made.address)
+        try:
+            until_current(index.address)
+            fast, paced = self._ask(index.address, 0), self._ask(index.address, self._pace)
+            self._highest = max(self._highest, index.rss())
+        finally:
+            index.close()
+            made.close()
         return {self._name: fast["questions"], f"{self._name}.p99_paced": paced["p99"]}
 
-    def _ask(self, rate: int) -> dict[str, float]:
+    def _ask(self, address: str, rate: int) -> dict[str, float]:
         words = (ENGINES, self._blocks, self._batch, BEST, self._seconds, TASKS, rate)
-        command = [str(PROGRAMS["ask"]), self._index.address, *map(str, words)]
+        command = [str(PROGRAMS["ask"]), address, *map(str, words)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60 + 2 * self._seconds)
         if done.returncode:
             raise AssertionError(done.stderr)
         return dict(json.loads(done.stdout))
 
     def peak_rss(self) -> int:
-        return self._index.rss()
+        return self._highest
 
-    def close(self) -> None:
-        self._index.close()
-        self._fleet.close()
+    def close(self) -> None: ...
 
 
 class Grown:

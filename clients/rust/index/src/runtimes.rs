@@ -1,16 +1,12 @@
-//! The threads of the process: those that answer, and those that follow engines, which give way to them.
+//! The threads of the process: those that answer, and those that follow engines.
 
 use std::future::Future;
 
 use tokio::runtime::{Builder, Handle, Runtime};
 
-/// So much nicer are those that follow: of a processor that questions could fill they still have a quarter.
-#[cfg(target_os = "linux")]
-const NICER: i32 = 5;
-#[cfg(target_os = "linux")]
-const NICEST: i32 = 19;
-
 /// A question takes microseconds, and somebody waits for it; events come by the thousand, and may be a moment late.
+/// No thread is nicer than another: one that is kept from its processor while it writes to the table keeps all
+/// questions waiting.
 pub struct Runtimes {
     answering: Runtime,
     following: Runtime,
@@ -25,7 +21,6 @@ impl Runtimes {
         answering.worker_threads(processors).thread_name("kvgrpc-answers").enable_all();
         let mut following = Builder::new_multi_thread();
         following.worker_threads(processors.div_ceil(2)).thread_name("kvgrpc-follows").enable_all();
-        following.on_thread_start(give_way);
         Ok(Self { answering: answering.build().map_err(why)?, following: following.build().map_err(why)? })
     }
 
@@ -37,15 +32,3 @@ impl Runtimes {
         done
     }
 }
-
-/// This thread runs after those that answer. Where the system has no priorities of threads, it runs like them.
-#[cfg(target_os = "linux")]
-fn give_way() {
-    use rustix::process::{getpriority_process, setpriority_process};
-    if let Ok(nice) = getpriority_process(None) {
-        let _ = setpriority_process(None, (nice + NICER).min(NICEST));
-    }
-}
-
-#[cfg(not(target_os = "linux"))]
-fn give_way() {}
