@@ -62,8 +62,8 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
         ),
         Benchmark(
             metrics=(Metric(CONTROLLER, "us/page", "lower", "its storage's calls alone", Target(value=10)),),
-            ours=lambda: Costs(_turn_instant_prefetch, plan.controller_pages),
-            baseline=lambda: Costs(_turn_instant_reads, plan.controller_pages),
+            ours=lambda: Costs(CONTROLLER, _open_instant, _turn_instant_prefetch, plan.controller_pages),
+            baseline=lambda: Costs(CONTROLLER, _open_instant, _turn_instant_reads, plan.controller_pages),
         ),
     ]
 
@@ -90,12 +90,12 @@ class Side:
     """Reads all pages into zeroed host memory, in a process of its own; every page's bytes are compared."""
 
     def __init__(self, name: str, start: Start, turn: Turn, pages: int) -> None:
-        self._name, self._turn, self._nbytes = name, turn, pages * MIB
+        self._name, self._turn, self._pages = name, turn, pages
         self._worker = Worker("prefetch")
         self._worker.call(start, pages)
 
     def turn(self) -> Figures:
-        return {self._name: self._nbytes / self._worker.call(self._turn) / 1e9}
+        return {self._name: self._pages * MIB / self._worker.call(self._turn) / 1e9}
 
     def peak_rss(self) -> int:
         return self._worker.peak_rss()
@@ -105,23 +105,11 @@ class Side:
         self._worker.close()
 
 
-class Costs:
+class Costs(Side):
     """CPU of a page where storage answers at once and moves nothing."""
 
-    def __init__(self, turn: Turn, pages: int) -> None:
-        self._turn, self._pages = turn, pages
-        self._worker = Worker("prefetch-controller")
-        self._worker.call(_open_instant, pages)
-
     def turn(self) -> Figures:
-        return {CONTROLLER: self._worker.call(self._turn) / self._pages * 1e6}
-
-    def peak_rss(self) -> int:
-        return self._worker.peak_rss()
-
-    def close(self) -> None:
-        self._worker.call(_close)
-        self._worker.close()
+        return {self._name: self._worker.call(self._turn) / self._pages * 1e6}
 
 
 class InstantStorage:

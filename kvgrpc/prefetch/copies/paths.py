@@ -145,7 +145,8 @@ def _scatter(to: _Items, to_pages: Pages, source: _Items, source_pages: Pages) -
         to[to_pages if to_run is None else to_run] = source[source_run]
         return
     if to_run is not None and to.flags.c_contiguous and source.flags.c_contiguous:
-        source.take(source_pages, out=to[to_run], mode="clip")  # every other mode copies once more
+        # Every other mode copies once more; no number is clipped, as the pools have checked them all.
+        source.take(source_pages, out=to[to_run], mode="clip")
         return
     at_once = max(1, _GATHERED_BYTES // max(1, source.itemsize))
     for start in range(0, len(to_pages), at_once):
