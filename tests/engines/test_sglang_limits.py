@@ -20,6 +20,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 
 from kvgrpc.engines.sglang import limits, manager
+from kvgrpc.engines.sglang.cache import opening
 from kvgrpc.engines.sglang.manager import EveryPrefill, KvGrpcManager
 from kvgrpc.engines.sglang.plugin import RELEASE_TIMEOUT, install
 from kvgrpc.errors import FeatureDisabled
@@ -31,9 +32,10 @@ SERVED: dict[str, dict[str, Any]] = {
         "disaggregation_decode_allocation_policy": "early",
         "disaggregation_transfer_backend": "kvgrpc",
         "disaggregation_mode": "decode",
+        "disaggregation_decode_host_receive_threshold": 1.0,
     },
     "serving": {"tokenizer_worker_num": 1},
-    "memory": {"enable_unified_memory": False},
+    "memory": {"enable_unified_memory": False, "enable_hisparse": False},
 }
 # What is set; what the refusal names, why, and what to do.
 REFUSED = {
@@ -41,9 +43,15 @@ REFUSED = {
     "decode cp": (
         "parallel",
         {"attn_dcp_size": 4},
-        "decode context parallelism 4: .*some of a request's tokens",
+        "--dcp-size 4: .*some of a request's tokens; use --dcp-size 1",
     ),
-    "sharding": ("parallel", {"enable_kv_cache_sharding": True}, "KV cache sharding: .*layers; switch it off"),
+    "sharding": ("parallel", {"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding: .*layers; leave it out"),
+    "hisparse": ("memory", {"enable_hisparse": True}, "--enable-hisparse: .*pages of the host.*; leave it out"),
+    "host memory": (
+        "disagg",
+        {"disaggregation_decode_host_receive_threshold": 0.5},
+        "--disaggregation-decode-host-receive-threshold 0.5: .*the device alone; leave it out",
+    ),
     "role switch": ("disagg", {"enable_pd_role_switch": True}, "--enable-pd-role-switch: .*keeps the role.*; start"),
     "allocation": (
         "disagg",
@@ -192,6 +200,24 @@ def test_prefill_may_say_that_requests_go_to_dp_ranks_of_the_routers_choice(
     settings["disagg"]["disaggregation_mode"] = "prefill"
     with envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.override(True):
         limits.check_supported(kv_args())
+
+
+@pytest.mark.parametrize(
+    ("tier", "mode", "stages", "says"),
+    [
+        (None, "cache", 1, "a cache without a host tier.*start with --enable-hierarchical-cache"),
+        (object(), "buffer_only", 1, "--hicache-host-memory-mode buffer_only.*use --hicache-host-memory-mode cache"),
+        (object(), "cache", 2, "--pp-size 2.*use --pp-size 1"),
+    ],
+)
+def test_a_cache_that_takes_no_orders_of_routers_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tier: object, mode: str, stages: int, says: str
+) -> None:
+    monkeypatch.setattr(opening, "get_parallel", lambda: SimpleNamespace(pp_size=stages))
+    tree = object.__new__(opening.UnifiedRadixCache)
+    tree.cache_controller, tree.host_memory_mode = tier, mode
+    with pytest.raises(FeatureDisabled, match=says):
+        opening.check_serves(tree)
 
 
 def test_a_recompute_at_prefill_fails_the_request_with_the_reason() -> None:

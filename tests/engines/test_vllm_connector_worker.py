@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.config import AttentionConfig, KVTransferConfig, ModelConfig
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -15,8 +18,10 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     RSWASpec,
     SlidingWindowSpec,
+    SparseCacheRole,
 )
 
 from kvgrpc.engines.vllm.bootstrap import Bootstrap
@@ -70,6 +75,16 @@ def attention(kind: Any = FullAttentionSpec, heads: int = 4, **more: Any) -> Any
     return kind(block_size=BLOCK, num_kv_heads=heads, head_size=8, dtype=torch.float32, **more)
 
 
+def latents(**more: Any) -> Any:
+    return attention(MLAAttentionSpec, heads=1, **more)
+
+
+def with_setting(where: str, name: str, value: object) -> SimpleNamespace:
+    config = engine()
+    setattr(config, where, SimpleNamespace(**vars(getattr(config, where, SimpleNamespace())), **{name: value}))
+    return config
+
+
 WINDOW = attention(SlidingWindowSpec, sliding_window=64)
 
 
@@ -96,11 +111,39 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
         (engine(), cache_config(attention(RSWASpec, rswa_window=64)), r"nor a state \(RSWASpec\)"),
         (engine(), cache_config(state()), "all of whose layers keep a state"),
         (engine(), cache_config(attention(), state("MAMBA1"), state()), r"kind MAMBA1.*ask .*\"untried\": \"MAMBA1\""),
+        (engine(), cache_config(latents(cache_role=SparseCacheRole.INDEXER)), "layers of the kind INDEXER: .*never"),
+        (engine(), cache_config(latents(tokens_per_state=4)), "layers of the kind COMPRESSED: .*never"),
+        (engine(decode_context_parallel_size=2), cache_config(attention()), "--decode-context-parallel-size 2: .*"),
+        (engine(prefill_context_parallel_size=2), cache_config(attention()), "--prefill-context-parallel-size 2: "),
+        (with_setting("model_config", "enable_sleep_mode", True), cache_config(attention()), "--enable-sleep-mode: "),
+        (
+            with_setting("attention_config", "hisparse_config", object()),
+            cache_config(attention()),
+            "HiSparse: .*blocks of the host.*; leave HiSparseConnector out",
+        ),
+        (
+            with_setting("kv_transfer_config", "kv_buffer_device", "elsewhere"),
+            cache_config(attention()),
+            "kv_buffer_device elsewhere: .*; leave it out of the --kv-transfer-config",
+        ),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(config: Any, caches: Any, what: str) -> None:
     with pytest.raises(FeatureDisabled, match=what):
         check_supported(config, caches)
+
+
+def test_the_settings_that_are_looked_at_have_the_names_of_vllms() -> None:
+    """Where vLLM calls one otherwise it would be served in silence."""
+    for kind, name in (
+        (ModelConfig, "enable_sleep_mode"),
+        (AttentionConfig, "hisparse_config"),
+        (KVTransferConfig, "kv_buffer_device"),
+        (MLAAttentionSpec, "cache_role"),
+        (MLAAttentionSpec, "tokens_per_state"),
+    ):
+        assert name in {field.name for field in fields(kind)}
+    assert KVTransferConfig().kv_buffer_device == current_platform.device_type
 
 
 def test_a_pipeline_stage_says_which_layers_of_the_model_it_has() -> None:
@@ -159,11 +202,13 @@ def test_each_group_of_layers_is_a_pool_and_those_that_see_all_tokens_come_first
         (("GDN_ATTN",), {}),
         (("MAMBA1",), {"untried": " mamba1"}),
         (("MAMBA1", "LINEAR"), {"untried": ["LINEAR", "MAMBA1"]}),
+        ((latents(cache_role=SparseCacheRole.INDEXER, tokens_per_state=4),), {"untried": "indexer,compressed"}),
     ],
 )
 def test_kinds_of_layers_that_were_never_run_are_served_to_who_asks_for_them(kinds: Any, extra: Any) -> None:
     config = engine(extra=extra)
-    check_supported(config, cache_config(*map(state, kinds), attention()))
+    specs = (state(kind) if isinstance(kind, str) else kind for kind in kinds)
+    check_supported(config, cache_config(*specs, attention()))
     WorkerProcess(config, 0, {})  # which refuses keys that it does not know
 
 

@@ -1,4 +1,5 @@
-"""States of layers that keep no tokens, byte by byte: two ranks over made-up memory as vLLM lays it out, and no engine.
+"""States of layers that keep no tokens, and caches beside latents, byte by byte: two ranks over made-up memory as vLLM
+lays it out, and no engine.
 
 For kinds of states that no engine was run with; test_vllm_recurrent.py has real engines.
 """
@@ -19,6 +20,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
 )
 
 from kvgrpc.engines.vllm.rank import pools_of
@@ -39,6 +42,7 @@ STATES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[torch.dtype, ...]]] =
     "LINEAR": (((2, 8, 8),), (torch.float32,)),
 }
 FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32)
+INDEXER = SparseCacheRole.INDEXER
 LATENT = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
 
 
@@ -64,13 +68,16 @@ class Side:
             **{name: self.memory[layer][:, : self.state_bytes] for layer, name in enumerate(names[1])},
         }
         groups = [KVCacheGroupSpec(each, spec) for each, spec in zip(names, (attention, states), strict=True)]
-        mla = attention is LATENT
-        config = SimpleNamespace(
-            model_config=SimpleNamespace(use_mla=mla, get_total_num_kv_heads=lambda: 2, dtype=torch.float32),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
-            cache_config=SimpleNamespace(cache_dtype="auto"),
-        )
+        config = worker(mla=attention is LATENT)
         self.pools = pools_of(caches, config, KVCacheConfig(BLOCKS, [], groups, kv_cache_layout="LBHNC"), 0)
+
+
+def worker(mla: bool) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(use_mla=mla, get_total_num_kv_heads=lambda: 2, dtype=torch.float32),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
 
 
 def config(role: Role, pools: tuple[Pool, ...]) -> RankConfig:
@@ -81,14 +88,16 @@ SENT: dict[str, tuple[int, ...]] = {"kv": (1, 2), "state-1": (5,)}
 WANTED: dict[str, tuple[int, ...]] = {"kv": (9, 4), "state-1": (11,)}
 
 
-def handed_over(ours: Side, theirs: Side, wanted: dict[str, tuple[int, ...]] = WANTED) -> Any:
+def handed_over(
+    ours: Any, theirs: Any, wanted: dict[str, tuple[int, ...]] = WANTED, sent: dict[str, tuple[int, ...]] = SENT
+) -> Any:
     """Two blocks of tokens and a state; returns why it failed, None where it did not."""
     with (
         open_prefill(config(Role.PREFILL, ours.pools)) as prefill,
         open_decode(config(Role.DECODE, theirs.pools)) as decode,
     ):
         sending = Sending(KVSender(prefill.transfer, "", 7))
-        sending.send(SENT)
+        sending.send(sent)
         receiver = KVReceiver(decode.transfer, prefill.address, 7)
         receiving = Receiving(receiver, wanted, 0, abort=False)
         if receiver.wait(SECONDS) is KVPoll.Success:
@@ -107,6 +116,28 @@ def test_the_state_and_the_tokens_arrive_and_no_byte_beside_them(kind: str, atte
     expected[:, 9], expected[:, 4] = ours.memory[:, 1], ours.memory[:, 2]
     expected[:, 11, : ours.state_bytes] = ours.memory[:, 5, : ours.state_bytes]
     assert torch.equal(theirs.memory, expected)
+
+
+def test_what_layers_keep_beside_their_latents_arrives_with_them() -> None:
+    """The index of a sparse attention, and one state of four tokens, in one group: a block has pages of three sizes."""
+    index = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=12, dtype=torch.float32, cache_role=INDEXER)
+    packed = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=20, dtype=torch.float32, tokens_per_state=4)
+    specs = {"layers.0.attn": LATENT, "layers.0.indexer": index, "layers.1.attn": packed}
+    groups = [KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=specs))]
+    sides = []
+    for _ in range(2):
+        memory = {name: torch.zeros(BLOCKS, spec.page_size_bytes, dtype=torch.uint8) for name, spec in specs.items()}
+        caches = {name: each.view(torch.float32) for name, each in memory.items()}
+        pools = pools_of(caches, worker(mla=True), KVCacheConfig(BLOCKS, [], groups, kv_cache_layout="LBHNC"), 0)
+        sides.append(SimpleNamespace(memory=memory, pools=pools))
+    ours, theirs = sides
+    for each in ours.memory.values():
+        each.random_(1, 256)
+    assert handed_over(ours, theirs, {"kv": (9, 4)}, {"kv": (1, 2)}) is None
+    for name, sent in ours.memory.items():
+        expected = torch.zeros_like(sent)
+        expected[9], expected[4] = sent[1], sent[2]
+        assert torch.equal(theirs.memory[name], expected)
 
 
 def test_decode_may_want_nothing_of_one_pool() -> None:

@@ -61,15 +61,28 @@ def check_supported(kv_args: Any) -> None:
         ),
         (
             has(parallel, "attn_dcp_size", 1) > 1,
-            f"decode context parallelism {parallel.attn_dcp_size}",
+            f"--dcp-size {parallel.attn_dcp_size}",
             "a rank then holds some of a request's tokens",
-            "use 1",
+            "use --dcp-size 1",
         ),
         (
             has(parallel, "enable_kv_cache_sharding"),
-            "KV cache sharding",
+            "--enable-kv-cache-sharding",
             "a rank then holds some of a request's layers",
-            "switch it off",
+            "leave it out",
+        ),
+        (
+            has(get_memory(), "enable_hisparse"),
+            "--enable-hisparse",
+            "a prompt then comes to pages of the host, and its index to others of the device",
+            "leave it out",
+        ),
+        (
+            has(disagg, "disaggregation_decode_host_receive_threshold", 1) < 1,
+            "--disaggregation-decode-host-receive-threshold "
+            + str(has(disagg, "disaggregation_decode_host_receive_threshold", 1)),
+            "a prompt comes to the pages of the device alone",
+            "leave it out",
         ),
         (
             has(disagg, "enable_pd_role_switch"),

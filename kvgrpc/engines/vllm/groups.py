@@ -89,11 +89,17 @@ def has_state(spec: Any) -> bool:
 
 
 def untried_kinds(kv_cache_config: Any) -> set[str]:
-    """By vLLM's own names: MAMBA2, SHORT_CONV, ... of states, ChunkedLocalAttentionSpec, ... of windows."""
+    """By vLLM's own names: MAMBA2, SHORT_CONV, ... of states, ChunkedLocalAttentionSpec, ... of windows; INDEXER, of
+    caches in which a layer looks for the tokens that it attends to, and COMPRESSED, of those that keep one of several
+    tokens, or several of one.
+    """
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group.kv_cache_spec)]
     states = {str(getattr(each.mamba_type, "name", each.mamba_type)) for each in specs if isinstance(each, MambaSpec)}
     windows = {type(each).__name__ for each in specs if isinstance(each, _WINDOWS[1:])}
-    return (states | windows) - _TRIED
+    attention = [spec for spec in specs if isinstance(spec, (FullAttentionSpec, *_WINDOWS))]
+    sparse = {"INDEXER" for spec in attention if getattr(getattr(spec, "cache_role", None), "name", "") == "INDEXER"}
+    packed = {"COMPRESSED" for spec in attention if getattr(spec, "tokens_per_state", 1) != 1}
+    return (states | windows | sparse | packed) - _TRIED
 
 
 def specs_of(spec: Any) -> Sequence[Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from vllm.platforms import current_platform
+
 from kvgrpc.engines.vllm.groups import has_state, is_served, untried_kinds
 from kvgrpc.errors import FeatureDisabled
 
@@ -20,6 +22,8 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
     kinds = [type(spec).__name__ for spec in specs if not is_served(spec)]
     untried = sorted(kind for kind in untried_kinds(kv_cache_config) if kind.lower() not in _asked_for(config))
     is_both = config.kv_transfer_config.kv_role == "kv_both"
+    # vLLM says the platform's own device where nobody chose one.
+    buffered = getattr(config.kv_transfer_config, "kv_buffer_device", current_platform.device_type)
     refused = (
         (
             parallel.pipeline_parallel_size > 1 and is_both and PIPELINE not in _asked_for(config),
@@ -35,15 +39,33 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
         ),
         (
             parallel.decode_context_parallel_size > 1,
-            "decode context parallelism",
+            f"--decode-context-parallel-size {parallel.decode_context_parallel_size}",
             "a rank holds some of a request's tokens",
-            "use 1",
+            "use --decode-context-parallel-size 1",
         ),
         (
             parallel.prefill_context_parallel_size > 1,
-            "prefill context parallelism",
+            f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size}",
             "a rank holds some of a request's tokens",
-            "use 1",
+            "use --prefill-context-parallel-size 1",
+        ),
+        (
+            bool(getattr(config.model_config, "enable_sleep_mode", False)),
+            "--enable-sleep-mode",
+            "it takes away memory that is registered",
+            "leave it out",
+        ),
+        (
+            getattr(getattr(config, "attention_config", None), "hisparse_config", None) is not None,
+            "HiSparse",
+            "a prompt then comes to blocks of the host, and its index to others of the device",
+            "leave HiSparseConnector out",
+        ),
+        (
+            buffered != current_platform.device_type,
+            f"kv_buffer_device {buffered}",
+            "blocks go from device to device, without a buffer in between",
+            "leave it out of the --kv-transfer-config",
         ),
         (
             bool(kinds),
