@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -164,3 +165,55 @@ def test_every_exported_name_is_explained_and_none_by_what_users_never_saw() -> 
                 wrong += [f"{module.__name__}.{name}" for text in texts if re.search(r"\bseeds?\b", text)]
     assert not wrong
     assert "the seed" not in (ROOT / "docs" / "settings.md").read_text()
+
+
+FEATURES = {name: ROOT / "docs" / "engines" / f"{name}.md" for name in ("sglang", "vllm")}
+
+
+def features(engine: str) -> list[list[str]]:
+    """The cells of each row of the engine's table, groups left out: feature, its own connector, kvgrpc, tests."""
+    section = FEATURES[engine].read_text().split("\n## Features\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if re.match(r"\| (?!\*\*|Feature )", line)]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize("engine", FEATURES)
+def test_each_feature_of_an_engine_is_shown_by_tests_that_exist_or_was_not_run(engine: str) -> None:
+    """A file alone, or with the begin of names of its functions. What is refused, or served, has a test."""
+    rows = features(engine)
+    assert len(rows) > 40 and {len(row) for row in rows} == {4}
+    for feature, theirs, ours, tests in rows:
+        assert feature and theirs and ours, feature
+        if tests == "-":
+            assert ours.startswith(("not run", "not built", "no:")), f"{feature}: {ours}"
+            continue
+        named = re.findall(r"`(?:([\w/]+\.py)(?:::)?)?(test_\w+)?…?`", tests)
+        assert named and named[0][0] and tests.count("`") == 2 * len(named), tests
+        path = ROOT
+        for file, function in named:
+            path = ROOT / "tests" / (file if "/" in file else f"engines/{file}") if file else path
+            assert path.exists(), f"{feature}: {path}"
+            assert re.search(rf"def {function or 'test_'}", path.read_text()), f"{path.name} has no {function}"
+
+
+@pytest.mark.parametrize("engine", FEATURES)
+def test_each_setting_that_an_adapter_refuses_is_in_the_engines_table(engine: str) -> None:
+    table = "\n".join(" ".join(row) for row in features(engine))
+    words = {word for text in refusals(engine) for word in re.findall(r"--[a-z][\w-]+|\b[A-Z]+(?:_[A-Z]+)+\b", text)}
+    assert len(words) > 2 and {word for word in words if word not in table} == set()
+
+
+def refusals(engine: str) -> list[str]:
+    """What the limits of an engine's adapter name, and what its other refusals say."""
+    found = []
+    for path in (ROOT / "kvgrpc" / "engines" / engine).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if path.name == "limits.py" and isinstance(node, ast.Tuple) and len(node.elts) == 4:
+                found.append(texts(node.elts[1]))
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_refused":
+                found.append(texts(node.args[0]))
+    return found
+
+
+def texts(node: ast.AST) -> str:
+    return " ".join(str(each.value) for each in ast.walk(node) if isinstance(each, ast.Constant))

@@ -16,6 +16,7 @@ from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 
@@ -214,7 +215,7 @@ def test_a_cache_that_takes_no_orders_of_routers_is_refused(
     monkeypatch: pytest.MonkeyPatch, tier: object, mode: str, stages: int, says: str
 ) -> None:
     monkeypatch.setattr(opening, "get_parallel", lambda: SimpleNamespace(pp_size=stages))
-    tree = object.__new__(opening.UnifiedRadixCache)
+    tree = object.__new__(UnifiedRadixCache)
     tree.cache_controller, tree.host_memory_mode = tier, mode
     with pytest.raises(FeatureDisabled, match=says):
         opening.check_serves(tree)
