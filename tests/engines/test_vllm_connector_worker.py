@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     SparseCacheRole,
 )
@@ -112,6 +113,11 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
         (engine(), cache_config(state()), "all of whose layers keep a state"),
         (engine(), cache_config(attention(), state("MAMBA1"), state()), r"kind MAMBA1.*ask .*\"untried\": \"MAMBA1\""),
         (engine(), cache_config(latents(cache_role=SparseCacheRole.INDEXER)), "layers of the kind INDEXER: .*never"),
+        (
+            engine(),
+            cache_config(attention(), attention(SlidingWindowMLASpec, heads=1, sliding_window=64)),
+            "layers of the kind SlidingWindowMLASpec: .*never",
+        ),
         (engine(), cache_config(latents(tokens_per_state=4)), "layers of the kind COMPRESSED: .*never"),
         (engine(decode_context_parallel_size=2), cache_config(attention()), "--decode-context-parallel-size 2: .*"),
         (engine(prefill_context_parallel_size=2), cache_config(attention()), "--prefill-context-parallel-size 2: "),
