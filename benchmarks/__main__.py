@@ -64,12 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problem = _measure(benchmark, options.rounds, rows, console, 1 if options.quick else TRIES)
         problems.extend([problem] if problem else [])
         console.print(f"[dim] {time.monotonic() - begin:.0f} s[/]", highlight=False)
+        store(rows, options.json)  # a run of most of an hour that is cut off keeps what it measured
     rows = [row for row in rows if _wanted(row.metric.name, options.only)]
     show(rows, problems, console)
     claims.say(rows, console)
     missed.say(rows, console)
     if options.markdown:
         print(markdown(rows))
+        print(missed.markdown(rows))
     if options.plots:
         print(plots(rows))
     store(rows, options.json)
@@ -130,7 +132,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=_at_least_one, default=ROUNDS, help=f"turns of each side (default {ROUNDS})")
     parser.add_argument("--json", type=Path, metavar="PATH", help="where the results go")
-    parser.add_argument("--markdown", action="store_true", help="print the table for docs/performance.md too")
+    parser.add_argument("--markdown", action="store_true", help="print the tables for docs/performance.md too")
     parser.add_argument("--plots", action="store_true", help="print charts for a page: rows that differ by a size")
     parser.add_argument(
         "--quick", action="store_true", help="tiny sizes, once: shows that all runs, the figures mean nothing"

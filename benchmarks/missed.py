@@ -42,5 +42,21 @@ def say(rows: Sequence[Row], console: Console) -> None:
         )
 
 
+def markdown(rows: Sequence[Row]) -> str:
+    """The same as a table for docs/performance.md."""
+    measured = {row.metric.name: row for row in rows}
+    lines = ["| missed | has | wanted | its limit has |", "|---|---:|---:|---:|"]
+    for row in (each for each in rows if each.met is False):
+        limit = limit_of(row.metric.name, measured)
+        wanted = row.metric.target.describe(row.metric.unit, row.metric.better)
+        reach = _short(measured[limit]) if limit else "-"
+        lines.append(f"| `{row.metric.name}` | {_short(row)} | {wanted} | {reach} |")
+    return "\n".join(lines)
+
+
+def _short(row: Row) -> str:
+    return f"{row.value:.4g} {row.metric.unit}, {row.ratio:.2f}"
+
+
 def _figures(row: Row) -> str:
     return f"{row.value:.4g} {row.metric.unit}, {row.ratio:.2f} of {row.metric.baseline}"

@@ -149,11 +149,16 @@ def test_each_row_of_a_hand_off_and_of_files_with_a_target_has_a_limit() -> None
 def test_a_run_ends_with_the_targets_it_misses_and_how_far_they_could_come(capsys: pytest.CaptureFixture[str]) -> None:
     ready, poll = (Metric(name, "us", "lower", "seeds", Target(value=40)) for name in ("engine.ready", "engine.poll"))
     limit = Metric("limit.engine.ready", "us", "lower", "seeds")
-    missed.say([Row(metric, 72.0, 32.0, 0.44, 3, 0.1) for metric in (ready, poll, limit)], Console(width=200))
+    rows = [Row(metric, 72.0, 32.0, 0.44, 3, 0.1) for metric in (ready, poll, limit)]
+    missed.say(rows, Console(width=200))
     assert capsys.readouterr().out.splitlines() == [
         "0 of 2 targets are met by this run.",
         "missed engine.ready has 72 us, 0.44 of seeds; wanted <= 40 us; limit.engine.ready has 72 us, 0.44 of seeds",
         "missed engine.poll has 72 us, 0.44 of seeds; wanted <= 40 us; no row shows its limit",
+    ]
+    assert missed.markdown(rows).splitlines()[2:] == [
+        "| `engine.ready` | 72 us, 0.44 | <= 40 us | 72 us, 0.44 |",
+        "| `engine.poll` | 72 us, 0.44 | <= 40 us | - |",
     ]
 
 
