@@ -272,9 +272,10 @@ def _turn_raw(desk: Desk, after: Callable[[PageBuffers], object] = lambda page: 
 
 
 def _turn_raw_checked(desk: Desk) -> float:
-    from kvgrpc.prefetch.storage.file.io import checksum_of
+    from kvgrpc.prefetch.storage.base import views
+    from kvgrpc.prefetch.storage.file.sums import xxh3
 
-    return _turn_raw(desk, checksum_of)
+    return _turn_raw(desk, lambda page: xxh3(views(page)))
 
 
 def _open_bare(desk: Desk, pages: int) -> None:

@@ -39,6 +39,7 @@ IMPORTERS = {
     "prometheus_client": ["kvgrpc/observability/"],
     "opentelemetry": ["kvgrpc/observability/tracing.py"],
     "tenacity": ["kvgrpc/rpc/"],
+    "xxhash": ["kvgrpc/prefetch/storage/file/sums.py"],
     "click": ["kvgrpc/cli/"],
     "rich": ["kvgrpc/cli/", "kvgrpc/demo/"],
     "google.rpc": ["kvgrpc/rpc/"],

@@ -21,6 +21,7 @@ from kvgrpc.prefetch.storage.base import OK, PageStatus, StorageBackend, Storage
 from kvgrpc.prefetch.storage.file import folder as folders
 from kvgrpc.prefetch.storage.file.folder import Folder
 from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, OwnFormat
+from tests.support import old_pages
 from tests.support.storage_openers import skip_without_nixl
 from tests.support.storage_pages import Arena
 from tests.support.storage_writer import PAGE_BYTES, bytes_of, key
@@ -174,6 +175,21 @@ def test_a_block_that_a_crash_lost_is_missing(page: tuple[StorageBackend, Arena,
     assert backend.read(["k"], [arena.page(1)], SECONDS)[0].status is PageStatus.MISSING
     assert backend.write(["k"], [arena.page(0)], SECONDS) == [OK], "and can be written again"
     assert backend.read(["k"], [arena.page(1)], SECONDS) == [OK]
+
+
+@pytest.mark.parametrize("harmed", [False, True])
+def test_pages_from_before_headers_named_their_checksum_are_read_and_checked(
+    name: str, folder: Path, harmed: bool
+) -> None:
+    backend, arena, path = opened(name, folder), Arena(1, nbytes=5000), folder / OwnFormat().path(old_pages.KEY)
+    path.parent.mkdir()
+    path.write_bytes(old_pages.CHECKED + old_pages.PAGE[:-1] + (b"?" if harmed else old_pages.PAGE[-1:]))
+    assert backend.contains([old_pages.KEY], SECONDS) == [True]
+    (result,) = backend.read([old_pages.KEY], arena.pages(), SECONDS)
+    assert result.status is (PageStatus.MISSING if harmed else PageStatus.OK)
+    assert harmed or arena.bytes(0) == old_pages.PAGE
+    assert path.exists() is not harmed
+    assert backend.close(SECONDS)
 
 
 def test_another_pages_file_under_this_name_is_missing(page: tuple[StorageBackend, Arena, Path]) -> None:

@@ -197,7 +197,7 @@ def check_batch(keys: Sequence[str], pages: Sequence[PageBuffers]) -> None:
     if len(keys) != len(pages):
         raise InvalidRequest.of("pages", f"{len(pages)} pages for {len(keys)} keys", "as many as keys")
     for page in pages:
-        if not page or any(nbytes < 1 or address < 1 for address, nbytes in page):
+        if not page or min(map(min, page)) < 1:
             raise InvalidRequest.of("pages", page, "(address, bytes) of at least one buffer, none of them empty")
 
 

@@ -301,7 +301,6 @@ class Listeners:
 
 
 _FIELDS = {
-    PageStatus.OK: "hits",
     PageStatus.MISSING: "misses",
     PageStatus.FAILED: "failed",
     PageStatus.TIMEOUT: "timeouts",
@@ -339,11 +338,11 @@ class Tally:
 
     def read(self, results: Sequence[PageResult]) -> list[PageResult]:
         """Counts the results of a read and returns them."""
-        return self._count_results("read", results, PageStatus.OK)
+        return self._count_results("read", results, "hits")
 
     def write(self, results: Sequence[PageResult]) -> list[PageResult]:
         """Counts the results of a write and returns them."""
-        return self._count_results("write", results, None)
+        return self._count_results("write", results, "")
 
     def add(self, name: str, number: int = 1) -> None:
         with self._lock:
@@ -359,13 +358,16 @@ class Tally:
         with self._lock:
             return dataclasses.replace(StorageStats(in_use=in_use, **self._counts), **present)  # type: ignore[arg-type]
 
-    def _count_results(self, call: str, results: Sequence[PageResult], ok: PageStatus | None) -> list[PageResult]:
+    def _count_results(self, call: str, results: Sequence[PageResult], ok: str) -> list[PageResult]:
+        """``ok``: what pages that are OK count as; empty: nothing."""
+        others = [result for result in results if result.status is not PageStatus.OK]
         if self._of_a_store:
-            metrics.STORAGE_CALLS.labels(call, _end_of(results)).inc()
+            metrics.STORAGE_CALLS.labels(call, _end_of(others)).inc()
         with self._lock:
-            for result in results:
-                if result.status is not PageStatus.OK or ok is not None:
-                    self._counts[_FIELDS[result.status]] += 1
+            if ok:
+                self._counts[ok] += len(results) - len(others)
+            for result in others:
+                self._counts[_FIELDS[result.status]] += 1
                 if result.released is not None:
                     self._left.append(result.released)
         return list(results)

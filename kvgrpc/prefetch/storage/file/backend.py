@@ -31,7 +31,8 @@ from kvgrpc.prefetch.storage.base import (
 )
 from kvgrpc.prefetch.storage.file.folder import Folder, ResumableScans, Usage, is_full, state_of
 from kvgrpc.prefetch.storage.file.formats import Format, Header, OwnFormat, SglangFormat
-from kvgrpc.prefetch.storage.file.io import Mover, Vectored, aligned, checksum_of, header_block
+from kvgrpc.prefetch.storage.file.io import Mover, Vectored, aligned, header_block
+from kvgrpc.prefetch.storage.file.sums import header, is_right
 from kvgrpc.prefetch.storage.file.visiting import visited
 from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.paged import PageByPage
@@ -183,25 +184,23 @@ class FileBackend(PageByPage):
             os.close(descriptor)
 
     def _read_open(self, descriptor: int, status: os.stat_result, key: str, name: str, page: PageBuffers) -> PageResult:
-        header_bytes, nbytes, pieces = self._form.header_bytes, page_bytes(page), views(page)
-        if status.st_size != header_bytes + nbytes:
+        pieces, size = views(page), self._form.header_bytes + page_bytes(page)
+        if status.st_size != size:
             return MISSING
-        block = [header_block()] if header_bytes else []
-        if self._mover.read(descriptor, block + pieces) != header_bytes + nbytes:
+        block = header_block()
+        if self._mover.read(descriptor, [block, *pieces] if self._form.header_bytes else pieces) != size:
             return MISSING
-        if block and not self._proves(Header.decode(block[0]), key, page):
+        if self._form.header_bytes and not self._proves(Header.decode(block), key, pieces):
             self._remove(name)  # torn or foreign: away with it, so that the page can be written again
             return MISSING
-        if self._usage.used(name, header_bytes + nbytes, time.time()):
+        if self._usage.used(name, size, time.time()):
             with contextlib.suppress(OSError):
                 os.utime(descriptor)
         return OK
 
-    def _proves(self, header: Header | None, key: str, page: PageBuffers) -> bool:
+    def _proves(self, found: Header | None, key: str, pieces: Sequence[memoryview]) -> bool:
         """True if what was read is this page and all of it."""
-        if header is None or header.key != key:
-            return False
-        return not header.checksum or not self._config.checksum or header.checksum == checksum_of(page)
+        return found is not None and found.key == key and (not self._config.checksum or is_right(found, pieces))
 
     def _write(self, key: str, page: PageBuffers, deadline: float) -> PageResult:
         name, nbytes = self._form.path(key), page_bytes(page)
@@ -228,7 +227,7 @@ class FileBackend(PageByPage):
         pieces = views(page)
         if self._form.header_bytes:
             block = header_block()
-            block[:] = Header(key, page_bytes(page), checksum_of(page) if self._config.checksum else 0).encode()
+            block[:] = header(key, pieces, checked=self._config.checksum).encode()
             pieces = [block, *pieces]
         descriptor, temporary = self._folder.create(name, self._flags(page))
         try:
@@ -267,10 +266,10 @@ class FileBackend(PageByPage):
         descriptor, status = opened
         try:
             nbytes = status.st_size - self._form.header_bytes
-            header = Header.decode(os.pread(descriptor, self._form.header_bytes, 0))
+            found = Header.decode(os.pread(descriptor, self._form.header_bytes, 0))
         finally:
             os.close(descriptor)
-        if header is None or header.key != key or header.nbytes != nbytes:
+        if found is None or found.key != key or found.nbytes != nbytes:
             return None
         self._usage.prove(name, state_of(status))
         return nbytes

@@ -5,43 +5,53 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Protocol
+
+import msgspec
 
 # A block: the payload behind it stays aligned for O_DIRECT.
 HEADER_BYTES = 4096
-_MAGIC = b"kvgrpc\x00\x01"
-# Magic, bytes of payload, checksum of payload (0: none), bytes of key, key, BLAKE2b-128 of all that.
-_FIXED = struct.Struct("<8sQQI")
+# Magic, bytes of payload, algorithm of its checksum, checksum, bytes of key; then the key, and BLAKE2b-128 of all that.
+_MAGIC, _FIXED = b"kvgrpc\x00\x02", struct.Struct("<8sQ8sQI")
+# As it was before headers named an algorithm: block sums, and 0 where none was taken.
+_MAGIC_1, _FIXED_1 = b"kvgrpc\x00\x01", struct.Struct("<8sQQI")
 _DIGEST_BYTES = 16
 
+XXH3, BLOCK_SUMS, NO_SUM = "xxh3-64", "blocks", ""
+_ALGORITHMS = {name.encode().ljust(8, b"\0"): name for name in (XXH3, BLOCK_SUMS, NO_SUM)}
+_CODES = {name: code for code, name in _ALGORITHMS.items()}
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The first block of a file. ``checksum`` 0: none was taken."""
+
+class Header(msgspec.Struct, frozen=True):
+    """The first block of a file. ``algorithm``: of the checksum, in ``sums``."""
 
     key: str
     nbytes: int
+    algorithm: str
     checksum: int
 
     def encode(self) -> bytes:
         key = self.key.encode("utf-8")
-        text = _FIXED.pack(_MAGIC, self.nbytes, self.checksum, len(key)) + key
+        text = _FIXED.pack(_MAGIC, self.nbytes, _CODES[self.algorithm], self.checksum, len(key)) + key
         return (text + _digest(text)).ljust(HEADER_BYTES, b"\0")
 
     @classmethod
     def decode(cls, block: bytes | bytearray | memoryview) -> Header | None:
-        """None for anything but a whole header of ours."""
+        """None for anything but a whole header of ours with an algorithm that we have."""
         if len(block) < HEADER_BYTES:
             return None
-        magic, nbytes, checksum, length = _FIXED.unpack_from(block)
-        end = _FIXED.size + length
-        if magic != _MAGIC or end + _DIGEST_BYTES > HEADER_BYTES:
+        magic, nbytes, code, checksum, length = _FIXED.unpack_from(block)
+        start, algorithm = _FIXED.size, _ALGORITHMS.get(code)
+        if magic == _MAGIC_1:
+            magic, nbytes, checksum, length = _FIXED_1.unpack_from(block)
+            start, algorithm = _FIXED_1.size, BLOCK_SUMS if checksum else NO_SUM
+        elif magic != _MAGIC or algorithm is None:
             return None
+        end = start + length
         text = bytes(block[: end + _DIGEST_BYTES])
-        if text[end:] != _digest(text[:end]):
+        if end + _DIGEST_BYTES > HEADER_BYTES or text[end:] != _digest(text[:end]):
             return None
-        return cls(text[_FIXED.size : end].decode("utf-8"), nbytes, checksum)
+        return cls(text[start:end].decode("utf-8"), nbytes, algorithm, checksum)
 
 
 class Format(Protocol):

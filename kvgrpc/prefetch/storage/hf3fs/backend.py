@@ -25,8 +25,9 @@ from kvgrpc.prefetch.storage.base import (
     timed_out,
     views,
 )
-from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, Header
-from kvgrpc.prefetch.storage.file.io import checksum_of, header_block
+from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, NO_SUM, Header
+from kvgrpc.prefetch.storage.file.io import header_block
+from kvgrpc.prefetch.storage.file.sums import header, is_right
 from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.hf3fs.client import Hf3fsClient, LocalClient, UsrbioClient
 from kvgrpc.prefetch.storage.hf3fs.slots import Slot, Slots
@@ -137,11 +138,12 @@ class Hf3fsBackend(PageByPage):
         with self._using(slot) as use:
             pieces, block = views(page), header_block()
             done = self._client.read(self._offset(slot.number), [block, *pieces])
-            header = Header.decode(block)
+            found = Header.decode(block)
             use.complete = (
                 done == HEADER_BYTES + page_bytes(page)
-                and header is not None
-                and (header.key, header.checksum) == (key, checksum_of(page))
+                and found is not None
+                and found.key == key
+                and is_right(found, pieces)
             )
         if use.error is not None:
             return failed(str(use.error), retryable=True)
@@ -173,12 +175,12 @@ class Hf3fsBackend(PageByPage):
 
     def _fill(self, slot: Slot, page: PageBuffers) -> None:
         """The old header goes first and the new one comes last: whoever is killed in between leaves no page."""
-        offset, block = self._offset(slot.number), header_block()
+        offset, block, pieces = self._offset(slot.number), header_block(), views(page)
         self._client.write(offset, [_NOTHING])
-        self._client.write(offset + HEADER_BYTES, views(page))
+        self._client.write(offset + HEADER_BYTES, pieces)
         if self._config.sync:
             self._client.sync()
-        block[:] = Header(slot.key, slot.nbytes, checksum_of(page)).encode()
+        block[:] = header(slot.key, pieces).encode()
         self._client.write(offset, [block])
         if self._config.sync:
             self._client.sync()
@@ -238,7 +240,7 @@ class Hf3fsBackend(PageByPage):
     def _read_layout(self, path: str) -> None:
         """Reads what the file says of itself and of its slots; a new one is made as long as it will be."""
         whole = self._offset(self._slots.count)
-        said = Header(f"{_LAYOUT}, {self._slots.count} slots of {self._slot_bytes} bytes", whole, 0)
+        said = Header(f"{_LAYOUT}, {self._slots.count} slots of {self._slot_bytes} bytes", whole, NO_SUM, 0)
         block = header_block()
         if os.fstat(self._descriptor).st_size:
             self._client.read(0, [block])
@@ -260,9 +262,9 @@ class Hf3fsBackend(PageByPage):
     def _read_slots(self, block: memoryview) -> None:
         for number in range(self._slots.count):
             self._client.read(self._offset(number), [block])
-            header = Header.decode(block)
-            if header is not None and header.nbytes <= self._slot_bytes - HEADER_BYTES:
-                self._slots.found(number, header.key, header.nbytes)
+            found = Header.decode(block)
+            if found is not None and found.nbytes <= self._slot_bytes - HEADER_BYTES:
+                self._slots.found(number, found.key, found.nbytes)
 
 
 class _Use:

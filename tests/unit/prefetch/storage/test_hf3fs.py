@@ -24,6 +24,7 @@ from kvgrpc.prefetch.storage.base import OK, PageStatus, StorageDown
 from kvgrpc.prefetch.storage.hf3fs.backend import Hf3fsBackend, Hf3fsConfig
 from kvgrpc.prefetch.storage.hf3fs.client import LocalClient
 from kvgrpc.prefetch.storage.hf3fs.slots import Slot, Slots
+from tests.support import old_pages
 from tests.support.storage_openers import hf3fs
 from tests.support.storage_pages import Arena
 from tests.support.waiting import wait_until
@@ -57,6 +58,16 @@ def test_pages_are_there_again_when_the_file_is_opened_again(tmp_path: Path) -> 
     assert again.read(keys(2, 0), memory.pages(8, 9), SECONDS) == [OK] * 2
     assert [memory.bytes(8), memory.bytes(9)] == [noise[2], noise[0]]
     assert again.close(SECONDS)
+
+
+def test_a_file_from_before_headers_named_their_checksum_is_opened_and_its_pages_are_read(tmp_path: Path) -> None:
+    slot = 4096 + 12_288
+    first = (old_pages.CHECKED + old_pages.PAGE).ljust(slot, b"\0")
+    (tmp_path / "kvgrpc.bin").write_bytes((old_pages.HF3FS + first).ljust(4096 + 4 * slot, b"\0"))
+    backend, memory = hf3fs(tmp_path, page_bytes=len(old_pages.PAGE), max_bytes=4 * slot), Arena(1, 5000)
+    assert backend.read([old_pages.KEY], memory.pages(), SECONDS) == [OK]
+    assert memory.bytes(0) == old_pages.PAGE
+    assert backend.close(SECONDS)
 
 
 def test_the_least_recently_used_make_room_and_it_is_told(tmp_path: Path) -> None:
