@@ -28,7 +28,6 @@ from kvgrpc.transfer.protocol.types import (
     PrefillEntry,
     RoomKey,
     RoomState,
-    U32Array,
     Want,
     Writes,
 )
@@ -135,9 +134,9 @@ def encode_requests(
                 message.first_page = destination.first_page
             if traceparent:
                 message.traceparent = traceparent
-            fill_page_set(message.pages.add(), destination.pages)
+            fill_page_set(message.pages.add(), destination)
             for pool, other in enumerate(destination.others or (), 1):
-                fill_page_set(message.pages.add(pool=pool), other.pages)
+                fill_page_set(message.pages.add(pool=pool), other)
         else:
             message = add(room=room, attempt=attempt, want=pb.Want.ValueType(want))
             if want is WANT_ANNOUNCE:
@@ -276,7 +275,7 @@ def destination_from_pb(message: PageSet, most: int = MAX_PAGES, first_page: int
             raise _invalid("pages_u32_le", len(raw), "a multiple of 4 bytes")
         if len(raw) > most * 4:
             raise _invalid("pages_u32_le", len(raw), f"at most {most} pages")
-        return Destination(np.frombuffer(raw, _U32), first_page)
+        return Destination(raw, first_page)
     if not message.run_starts and not message.run_lengths:
         return Destination(_NO_PAGES, first_page)
     runs = len(message.run_starts)
@@ -293,16 +292,17 @@ def destination_from_pb(message: PageSet, most: int = MAX_PAGES, first_page: int
     return Destination.of_runs(starts, lengths, first_page)
 
 
-def fill_page_set(message: PageSet, pages: U32Array) -> None:
+def fill_page_set(message: PageSet, destination: Destination) -> None:
     """Writes the pages as runs where there is at most one run for eight pages, else as raw numbers."""
-    count = len(pages)
+    count = destination.count
     if count >= _PAGES_OF_A_RUN:
+        pages = destination.pages
         first = np.concatenate(([0], np.flatnonzero(np.diff(pages.astype(np.int64)) != 1) + 1))
         if len(first) * _PAGES_OF_A_RUN <= count:
             message.run_starts.extend(pages[first].tolist())
             message.run_lengths.extend(np.diff(first, append=count).tolist())
             return
-    message.pages_u32_le = pages.astype(_U32, copy=False).tobytes()
+    message.pages_u32_le = destination.raw
 
 
 def _destination_bytes(destination: Destination) -> int:
@@ -310,7 +310,6 @@ def _destination_bytes(destination: Destination) -> int:
 
 
 _NO_PAGES = np.empty(0, dtype=np.uint32)
-_U32 = np.dtype("<u4")
 
 
 def _destination(

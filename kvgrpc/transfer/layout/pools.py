@@ -16,7 +16,7 @@ from kvgrpc.errors import InvalidRequest
 from kvgrpc.transfer.protocol.destination import Destination
 from kvgrpc.transfer.protocol.types import U32Array
 
-# Of each pool, or of one for all: int32 page numbers as they lie in memory, or uint32[n].
+# Of each pool, or of one for all: page numbers of four bytes, little-endian, or uint32[n].
 CopiedPages: TypeAlias = "tuple[bytes | U32Array, ...]"
 
 
@@ -47,8 +47,7 @@ def pages_of_pools(copied: CopiedPages) -> tuple[U32Array, tuple[U32Array, ...] 
 
 def destination_of(copied: CopiedPages, first_page: int) -> Destination:
     """The destination of each pool's pages, as decode wants them."""
-    first, others = pages_of_pools(copied)
-    return Destination(first, first_page, None if others is None else tuple(map(Destination, others)))
+    return Destination(copied[0], first_page, tuple(map(Destination, copied[1:])) if len(copied) > 1 else None)
 
 
 def as_pages(pages: npt.ArrayLike) -> U32Array:
@@ -80,8 +79,8 @@ def _numbers(copied: bytes | U32Array) -> U32Array:
     return np.frombuffer(copied, _UINT32) if isinstance(copied, bytes) else copied
 
 
-_UINT32 = np.dtype(np.uint32)
-_INT32 = np.dtype(np.int32)
+_UINT32 = np.dtype("<u4")
+_INT32 = np.dtype("<i4")
 _NO_PAGES = np.empty(0, dtype=np.uint32)
 
 

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 U32Array = npt.NDArray[np.uint32]
 _Index = npt.NDArray[np.int64]
+_U32 = np.dtype("<u4")
 _NO_PAGES: U32Array = np.empty(0, dtype=np.uint32)
 _NONE: _Index = np.empty(0, dtype=np.int64)
 _FEW = 16
@@ -24,7 +25,8 @@ class Destination(msgspec.Struct, eq=False, gc=False):
     Runs of a few bytes may name millions of pages: they take no memory until ``slice`` is asked for some.
     """
 
-    _pages: U32Array | None
+    # Little-endian as they came, or an array; None: runs. An array of one page is twice as much as all else here.
+    _pages: bytes | U32Array | None
     first_page: int = 0
     others: tuple[Destination, ...] | None = None
     count: int = -1
@@ -33,7 +35,7 @@ class Destination(msgspec.Struct, eq=False, gc=False):
 
     def __post_init__(self) -> None:
         if self._pages is not None:
-            self.count = len(self._pages)
+            self.count = len(self._pages) // _U32.itemsize if isinstance(self._pages, bytes) else len(self._pages)
 
     @classmethod
     def of_runs(cls, starts: npt.ArrayLike, lengths: npt.ArrayLike, first_page: int = 0) -> Destination:
@@ -52,12 +54,17 @@ class Destination(msgspec.Struct, eq=False, gc=False):
         """All of them."""
         return self.slice(0, self.count)
 
+    @property
+    def raw(self) -> bytes:
+        """The numbers of ``pages``, little-endian."""
+        return self._pages if isinstance(self._pages, bytes) else self.pages.astype(_U32, copy=False).tobytes()
+
     def clearly_fits(self, pages: int) -> bool:
         """True if this is a short list that names pages below ``pages`` only, and each once. False: look closer, with
         ``outside`` and ``twice``."""
         if self._pages is None or self.count > _FEW:
             return False
-        numbers = self._pages.tolist()
+        numbers = _array(self._pages).tolist()
         return not numbers or (max(numbers) < pages and len(set(numbers)) == len(numbers))
 
     def outside(self, pages: int) -> tuple[int, int] | None:
@@ -65,10 +72,11 @@ class Destination(msgspec.Struct, eq=False, gc=False):
         if not self.count:
             return None
         if self._pages is not None:
-            if largest_of(self._pages) < pages:
+            numbers = _array(self._pages)
+            if largest_of(numbers) < pages:
                 return None
-            position = int(np.argmax(self._pages >= pages))
-            return position, int(self._pages[position])
+            position = int(np.argmax(numbers >= pages))
+            return position, int(numbers[position])
         lengths = self._lengths()
         wrong = np.flatnonzero((self._starts + lengths > pages) & (lengths > 0))
         if not len(wrong):
@@ -80,7 +88,7 @@ class Destination(msgspec.Struct, eq=False, gc=False):
     def twice(self) -> int | None:
         """A page that occurs more than once, None: no page does."""
         if self._pages is not None:
-            pages = self._pages
+            pages = _array(self._pages)
             if bool((pages[1:] > pages[:-1]).all()) or _are_distinct(pages):
                 return None
             ordered = np.sort(pages)
@@ -105,7 +113,8 @@ class Destination(msgspec.Struct, eq=False, gc=False):
     def slice(self, first: int, stop: int) -> U32Array:
         """The page numbers at positions [first, stop), uint32; runs are expanded for these positions only."""
         if self._pages is not None:
-            return self._pages if not first and stop == self.count else self._pages[first:stop]
+            pages = _array(self._pages)
+            return pages if not first and stop == self.count else pages[first:stop]
         if first >= stop:
             return _NO_PAGES
         from_run = int(np.searchsorted(self._ends, first, side="right"))
@@ -116,8 +125,8 @@ class Destination(msgspec.Struct, eq=False, gc=False):
         lengths = np.minimum(self._ends[from_run:to_run], stop) - np.maximum(begins, first)
         # A position of the room is a page of its run: what is added is the same all along a run.
         shifts = np.repeat(self._starts[from_run:to_run] - begins, lengths)
-        pages: U32Array = (np.arange(first, stop, dtype=np.int64) + shifts).astype(np.uint32)
-        return pages
+        expanded: U32Array = (np.arange(first, stop, dtype=np.int64) + shifts).astype(np.uint32)
+        return expanded
 
     def same(self, other: Destination) -> bool:
         """The same pages in the same order, in each pool, and the same prefix."""
@@ -136,6 +145,10 @@ class Destination(msgspec.Struct, eq=False, gc=False):
 
     def _lengths(self) -> _Index:
         return np.diff(self._ends, prepend=0)
+
+
+def _array(pages: bytes | U32Array) -> U32Array:
+    return np.frombuffer(pages, _U32) if isinstance(pages, bytes) else pages
 
 
 def _are_distinct(pages: U32Array) -> bool:

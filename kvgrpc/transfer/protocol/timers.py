@@ -46,7 +46,10 @@ class Deadlines(Generic[Room]):
 
     def clear(self, room: Room) -> None:
         if room.deadline:
-            del self._due[room.deadline][room.key]
+            due = self._due[room.deadline]
+            del due[room.key]
+            if not due:  # an empty one keeps the room that it had
+                del self._due[room.deadline]
             room.deadline = 0
 
     def due(self, tick: int) -> Collection[Room]:

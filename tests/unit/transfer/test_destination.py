@@ -27,8 +27,11 @@ def test_any_slice_of_runs_is_that_of_their_pages(parts: list[tuple[int, int]], 
     stop = data.draw(st.integers(first, len(pages)))
     assert destination.slice(first, stop).tolist() == pages[first:stop]
     assert destination.slice(first, stop).dtype == np.uint32
-    listed = Destination(np.array(pages, np.uint32), 3)
+    listed, raw = Destination(np.array(pages, np.uint32), 3), Destination(np.array(pages, "<u4").tobytes(), 3)
     assert destination.same(listed) and listed.same(destination) and destination.same(destination)
+    assert listed.same(raw) and raw.same(destination) and raw.count == len(pages)
+    assert raw.raw == listed.raw == destination.raw
+    assert raw.slice(first, stop).tolist() == listed.slice(first, stop).tolist() == pages[first:stop]
     assert not destination.same(Destination(np.array(pages, np.uint32), 4))
     assert not destination.same(Destination(np.array([*pages, 1], np.uint32), 3))
 
@@ -40,6 +43,7 @@ def test_a_page_that_is_there_twice_is_found_in_runs_as_in_lists(parts: list[tup
     for each in (
         Destination.of_runs([start for start, _ in parts], [length for _, length in parts]),
         Destination(np.array(pages, np.uint32)),
+        Destination(np.array(pages, "<u4").tobytes()),
     ):
         found = each.twice()
         assert found in twice if twice else found is None

@@ -25,7 +25,7 @@ keys = st.tuples(st.integers(1, 2**63 - 1), st.integers(0, 2**32 - 1)).map(lambd
 @given(pages)
 def test_page_sets_round_trip(numbers: list[int]) -> None:
     message = PageSet()
-    wire.fill_page_set(message, np.array(numbers, dtype=np.uint32))
+    wire.fill_page_set(message, Destination(np.array(numbers, dtype=np.uint32)))
     read = wire.destination_from_pb(PageSet.FromString(message.SerializeToString()), first_page=7)
     assert (read.pages.tolist(), read.first_page) == (numbers, 7)
 
@@ -52,8 +52,8 @@ def test_what_is_wrong_with_pages_is_named_by_its_place_in_the_frame(pages: Page
 
 def test_runs_only_where_they_are_at_most_one_for_eight_pages() -> None:
     runs, raw = PageSet(), PageSet()
-    wire.fill_page_set(runs, np.arange(16, dtype=np.uint32))
-    wire.fill_page_set(raw, np.array([0, 1, 2, 3, 9, 10, 11, 12], dtype=np.uint32))
+    wire.fill_page_set(runs, Destination(np.arange(16, dtype=np.uint32)))
+    wire.fill_page_set(raw, Destination(np.array([0, 1, 2, 3, 9, 10, 11, 12], dtype=np.uint32)))
     assert (list(runs.run_starts), list(runs.run_lengths), runs.pages_u32_le) == ([0], [16], b"")
     assert not raw.run_starts and len(raw.pages_u32_le) == 32
 
@@ -75,7 +75,7 @@ def test_the_most_runs_that_a_sender_makes_of_a_pool_are_taken() -> None:
     starts = np.arange(128)[::-1] * 8
     numbers = (starts[:, None] + np.arange(8)).ravel().astype(np.uint32)
     message = PageSet()
-    wire.fill_page_set(message, numbers)
+    wire.fill_page_set(message, Destination(numbers))
     assert len(message.run_starts) == 128
     assert wire.destination_from_pb(message, 1024).pages.tolist() == numbers.tolist()
 

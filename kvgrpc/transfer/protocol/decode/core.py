@@ -94,6 +94,8 @@ class DecodeCore:
         self.bounds = bounds or Bounds()
         self._settle_seconds = self.timing.settle * self.timing.tick_seconds
         self.now = 0
+        # Of rooms that come further now: one number for all of a tick.
+        self._deadline = self.timing.room_deadline
         self.rooms: dict[RoomKey, DecodeRoom] = {}
         self.open_rooms = 0
         self.pairs: dict[RankRef, DecodePair] = {}
@@ -127,7 +129,7 @@ class DecodeCore:
         room.created_at = self.now
         self.rooms[room.key] = room
         self.open_rooms += 1
-        self._due.set(room, self.now + self.timing.room_deadline)
+        self._due.set(room, self._deadline)
         return True
 
     def bind(self, room: DecodeRoom, targets: Sequence[Target]) -> None:
@@ -175,7 +177,7 @@ class DecodeCore:
             return
         room.destination = destination
         room.aux_index = aux_index
-        self._due.set(room, self.now + self.timing.room_deadline)
+        self._due.set(room, self._deadline)
         self._tell(room)
 
     def fail(self, room: DecodeRoom, failure: Failure) -> None:
@@ -304,6 +306,7 @@ class DecodeCore:
 
     def tick(self) -> None:
         self.now += 1
+        self._deadline = self.now + self.timing.room_deadline
         for room in self._due.due(self.now):
             limit = self.timing.milliseconds(self.timing.room_deadline)
             self._end(room, self._failure(failures.out_of_time(room.key, room.state.name, limit, "decode")))

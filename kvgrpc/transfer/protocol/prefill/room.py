@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, KvGrpcError
@@ -71,8 +71,8 @@ class PrefillRoom(Struct, eq=False):
 
     Of the sender: ``claimed`` (it has come), ``handle``, ``chunks``, ``aux``. Of the decode that receives the room:
     ``owner``, ``engine`` (of whoever named it first), ``want``, ``destination``, ``open_writes`` (submissions
-    without an outcome), ``worst`` (how the others ended), ``done`` (pages in place), ``forgotten``. ``unclaimed``:
-    an owner waits for a sender. ``progress``: pages moved since decode was told. ``noted``: people were told of its
+    without an outcome), ``worst`` (how the others ended), ``forgotten``. ``unclaimed``: an owner waits for a sender.
+    ``progress``: pages moved since decode was told. ``noted``: people were told of its
     end. ``siblings``: the records of all decode ranks that the sender owes, this one included.
 
     ``deadline``: the tick until which it waits for its decode or its sender; 0: it has met them.
@@ -87,7 +87,6 @@ class PrefillRoom(Struct, eq=False):
     deadline: int = 0
     handle: Handle | None = None
     claimed: bool = False
-    chunks: Chunks = field(default_factory=Chunks)
     aux: bytes = b""
     owner: PrefillPair | None = None
     engine: str = ""
@@ -101,13 +100,15 @@ class PrefillRoom(Struct, eq=False):
     writes: Writes = WRITES_OPEN
     worst: Writes = WRITES_SETTLED
     open_writes: int = 0
-    done: Coverage = field(default_factory=Coverage)
     checksums: list[tuple[tuple[U32Array, U32Array], ...]] | None = None
     progress: bool = False
     forgotten: bool = False
     noted: bool = False
     # None: it is the only one. A tuple with itself in it would keep every room until a full garbage collection.
     _siblings: tuple[PrefillRoom, ...] | None = None
+    # Made when there is something to keep: thousands wait for their pages.
+    _chunks: Chunks | None = None
+    _done: Coverage | None = None
 
     @property
     def siblings(self) -> tuple[PrefillRoom, ...]:
@@ -132,8 +133,15 @@ class PrefillRoom(Struct, eq=False):
         return self.claimed and not self.ended
 
     @property
+    def chunks(self) -> Chunks:
+        if self._chunks is None:
+            self._chunks = Chunks()
+        return self._chunks
+
+    @property
     def pages_done(self) -> int:
-        return self.done.prefix
+        """In place, a prefix of them."""
+        return 0 if self._done is None else self._done.prefix
 
     def entry(self) -> PrefillEntry:
         """Returns what its decode is told."""
@@ -141,13 +149,13 @@ class PrefillRoom(Struct, eq=False):
         aux = self.aux if sends_aux and self.state is STATE_SUCCESS else b""
         checksums = self._page_checksums() if self.checksums and self.state is STATE_SUCCESS else b""
         failure = None if self.failure is None else failures.for_peers(self.failure)
-        return PrefillEntry(self.key, self.state, self.writes, self.done.prefix, aux, failure, checksums)
+        return PrefillEntry(self.key, self.state, self.writes, self.pages_done, aux, failure, checksums)
 
     def join(self, siblings: tuple[PrefillRoom, ...], sender: PrefillRoom) -> None:
         """Joins the records of a sender that owes the room to several decode ranks; takes the chunks given so far."""
         self._siblings = siblings
         if self is not sender:
-            self.chunks, self.aux = sender.chunks.copy(), sender.aux
+            self._chunks, self.aux = sender.chunks.copy(), sender.aux
 
     # The sender.
 
@@ -164,8 +172,8 @@ class PrefillRoom(Struct, eq=False):
 
     def expect(self, pages: int | None, align: Align) -> None:
         """The sender's ``init``: how many pages it will send, and how their positions match decode's."""
-        self.chunks.total = pages
-        self.chunks.align = align
+        chunks = self.chunks
+        chunks.total, chunks.align = pages, align
         if self.handle is not None and self.handle.poll is POLL_BOOTSTRAPPING:
             self.handle.turn(POLL_WAITING_FOR_INPUT)  # 12, poll: never Bootstrapping after init
 
@@ -210,13 +218,15 @@ class PrefillRoom(Struct, eq=False):
     def end_write(self, submission: Submission, outcome: Outcome, detail: str, data_plane: str) -> None:
         """Takes the end of one write, which was counted. ``data_plane``: the name of what wrote."""
         if outcome is _DONE:
-            self.done.add(submission.start, len(submission.destination))
+            if self._done is None:
+                self._done = Coverage()
+            self._done.add(submission.start, len(submission.destination))
             if submission.checksums is not None:
                 if self.checksums is None:
                     self.checksums = []
                 self.checksums.append(submission.checksums)
             if self.handle is not None:
-                self.handle.note_done(self.done.prefix)
+                self.handle.note_done(self.pages_done)
         if self.ended:
             self.settle()
         elif outcome is not _DONE:
@@ -268,19 +278,19 @@ class PrefillRoom(Struct, eq=False):
         self.state = STATE_WAITING_FOR_INPUT
         handle.note_prefix(destination.first_page)
         handle.turn(POLL_WAITING_FOR_INPUT)
-        return self._advance() if self.chunks.waiting else []
+        return self._advance() if self._chunks is not None and self._chunks.waiting else []
 
     def _advance(self) -> list[Submission]:
         """Places what can be placed; the room ends where nothing is left to place, or something cannot come."""
-        destination, owner = self.destination, self.owner
+        destination, owner, chunks = self.destination, self.owner, self.chunks
         if destination is None or owner is None:
             return []
-        error = self.chunks.missing(self.key, destination) or self.chunks.misfit(self.key, destination)
+        error = chunks.missing(self.key, destination) or chunks.misfit(self.key, destination)
         if error is not None:
             self.refuse(error)
             return []
         submissions = []
-        for placed in self.chunks.place(destination):
+        for placed in chunks.place(destination):
             where = placed.source, placed.destination, placed.start
             submissions.append(Submission(self, owner, *where, placed.wait, placed.others))
         self.open_writes += len(submissions)
@@ -295,14 +305,15 @@ class PrefillRoom(Struct, eq=False):
 
     def _complete(self) -> bool:
         """The last chunk was seen, and every page is in place."""
-        destination, chunks = self.destination, self.chunks
-        if destination is None or not chunks.last_seen or self.open_writes or chunks.waiting:
+        destination, chunks = self.destination, self._chunks
+        if destination is None or chunks is None or not chunks.last_seen or self.open_writes or chunks.waiting:
             return False
-        return self.done.prefix >= destination.count
+        return self.pages_done >= destination.count
 
     def _end(self, state: RoomState) -> None:
         """One terminal state; the handle hears it last, when all else is known (rule 6, ending)."""
-        self.chunks.drop()
+        if self._chunks is not None:
+            self._chunks.drop()
         self.state = state
         self.ended = True
         self.settle()
