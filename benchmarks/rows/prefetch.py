@@ -273,7 +273,7 @@ def _turn_raw(desk: Desk, after: Callable[[PageBuffers], object] = lambda page: 
 
 def _turn_raw_checked(desk: Desk) -> float:
     from kvgrpc.prefetch.storage.base import views
-    from kvgrpc.prefetch.storage.file.sums import xxh3
+    from kvgrpc.prefetch.storage.file.io import xxh3
 
     return _turn_raw(desk, lambda page: xxh3(views(page)))
 

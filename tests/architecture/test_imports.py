@@ -39,7 +39,7 @@ IMPORTERS = {
     "prometheus_client": ["kvgrpc/observability/"],
     "opentelemetry": ["kvgrpc/observability/tracing.py"],
     "tenacity": ["kvgrpc/rpc/"],
-    "xxhash": ["kvgrpc/prefetch/storage/file/sums.py"],
+    "xxhash": ["kvgrpc/prefetch/storage/file/"],
     "click": ["kvgrpc/cli/"],
     "rich": ["kvgrpc/cli/", "kvgrpc/demo/"],
     "google.rpc": ["kvgrpc/rpc/"],
@@ -79,7 +79,7 @@ PURE = (
     "kvgrpc/pull/model.py",
     *("kvgrpc/prefetch/storage/keys.py", "kvgrpc/prefetch/storage/file/formats.py"),
 )
-PURE_MAY_IMPORT = ("numpy", "msgspec")
+PURE_MAY_IMPORT = ("numpy", "msgspec", "xxhash")
 HEAVY = (
     *("torch", "mooncake", "zmq", "grpc", "google.protobuf", "numpy"),
     *("prometheus_client", "opentelemetry", "tenacity", "rich", "click"),

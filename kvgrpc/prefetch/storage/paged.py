@@ -48,14 +48,16 @@ class Unfinished:
     error: BaseException | None = None
 
 
+_NOT_BEGUN, _RUNS = Unfinished(), Unfinished()
+
+
 class _Batch(Generic[T]):
-    __slots__ = ("begun", "count", "ended", "function", "left", "name", "results", "running", "stopped")
+    __slots__ = ("begun", "count", "ended", "function", "left", "name", "results", "stopped")
 
     def __init__(self, function: Callable[[int], T], count: int, name: str) -> None:
         self.function, self.count, self.name = function, count, name
         self.begun = self.ended = 0
-        self.results: list[T | Unfinished] = [Unfinished()] * count
-        self.running: set[int] = set()
+        self.results: list[T | Unfinished] = [_NOT_BEGUN] * count
         self.left: dict[int, threading.Event] = {}
         self.stopped = False
 
@@ -93,7 +95,7 @@ class Workers:
             while self._goes_on(batch) and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             batch.stopped = True
-            for number in batch.running:
+            for number in [number for number, result in enumerate(batch.results) if result is _RUNS]:
                 batch.left[number] = threading.Event()
                 batch.results[number] = Unfinished(batch.left[number])
             self._left += len(batch.left)
@@ -157,7 +159,13 @@ class Workers:
                     result = Unfinished(error=error)
                 others_wait = self._pool.waiting
                 with self._lock:
-                    self._end(batch, number, result)
+                    if batch.stopped:
+                        self._end_late(batch, number)
+                    else:
+                        batch.results[number] = result
+                        batch.ended += 1
+                        if batch.ended == batch.count:
+                            self._changed.notify_all()
                     number = None if others_wait else self._begin(batch)
                 if others_wait:
                     self._take_turns(batch)
@@ -168,20 +176,14 @@ class Workers:
             return None
         number = batch.begun
         batch.begun += 1
-        batch.running.add(number)
+        batch.results[number] = _RUNS
         return number
 
-    def _end(self, batch: _Batch[Any], number: int, result: object) -> None:
-        """The caller has the lock."""
-        if not batch.stopped:
-            batch.results[number] = result
-        batch.running.discard(number)
-        batch.ended += 1
+    def _end_late(self, batch: _Batch[Any], number: int) -> None:
+        """Nobody waits for its result any more, but perhaps for its end. The caller has the lock."""
         if number in batch.left:
             batch.left.pop(number).set()
             self._left -= 1
-        if batch.ended == batch.count:
-            self._changed.notify_all()
 
     @staticmethod
     def _nothing_more(batches: list[_Batch[Any]], error: Exception) -> None:

@@ -31,8 +31,7 @@ from kvgrpc.prefetch.storage.base import (
 )
 from kvgrpc.prefetch.storage.file.folder import Folder, ResumableScans, Usage, is_full, state_of
 from kvgrpc.prefetch.storage.file.formats import Format, Header, OwnFormat, SglangFormat
-from kvgrpc.prefetch.storage.file.io import Mover, Vectored, aligned, header_block
-from kvgrpc.prefetch.storage.file.sums import header, is_right
+from kvgrpc.prefetch.storage.file.io import Mover, Vectored, aligned, header, header_block, is_right
 from kvgrpc.prefetch.storage.file.visiting import visited
 from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.paged import PageByPage
@@ -176,31 +175,28 @@ class FileBackend(PageByPage):
             self._usage.remove(name)
             return MISSING
         descriptor, status = opened
+        pieces, size = views(page), status.st_size
         try:
-            return self._read_open(descriptor, status, key, name, page)
+            if size != self._form.header_bytes + page_bytes(page):
+                return MISSING
+            if self._form.header_bytes:
+                block = header_block()
+                if self._mover.read(descriptor, [block, *pieces]) != size:
+                    return MISSING
+                found = Header.decode(block)
+                if found is None or found.key != key or (self._config.checksum and not is_right(found, pieces)):
+                    self._remove(name)  # torn or foreign: away with it, so that the page can be written again
+                    return MISSING
+            elif self._mover.read(descriptor, pieces) != size:
+                return MISSING
+            if self._usage.used(name, size, time.time()):
+                with contextlib.suppress(OSError):
+                    os.utime(descriptor)
+            return OK
         except OSError as error:
             return failed(str(error), retryable=True)
         finally:
             os.close(descriptor)
-
-    def _read_open(self, descriptor: int, status: os.stat_result, key: str, name: str, page: PageBuffers) -> PageResult:
-        pieces, size = views(page), self._form.header_bytes + page_bytes(page)
-        if status.st_size != size:
-            return MISSING
-        block = header_block()
-        if self._mover.read(descriptor, [block, *pieces] if self._form.header_bytes else pieces) != size:
-            return MISSING
-        if self._form.header_bytes and not self._proves(Header.decode(block), key, pieces):
-            self._remove(name)  # torn or foreign: away with it, so that the page can be written again
-            return MISSING
-        if self._usage.used(name, size, time.time()):
-            with contextlib.suppress(OSError):
-                os.utime(descriptor)
-        return OK
-
-    def _proves(self, found: Header | None, key: str, pieces: Sequence[memoryview]) -> bool:
-        """True if what was read is this page and all of it."""
-        return found is not None and found.key == key and (not self._config.checksum or is_right(found, pieces))
 
     def _write(self, key: str, page: PageBuffers, deadline: float) -> PageResult:
         name, nbytes = self._form.path(key), page_bytes(page)

@@ -86,7 +86,7 @@ class Folder:
         Without O_NONBLOCK a FIFO of a page's name would keep its reader until somebody writes into it.
         """
         try:
-            descriptor = os.open(self.path(name), _READ | flags)
+            descriptor = os.open(f"{self.root}/{name}", _READ | flags)
         except OSError as error:
             # In this order: no file, a file for its folder, a symbolic link, a socket or a FIFO of no device.
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
@@ -255,13 +255,14 @@ class Usage:
                 self._put(name, _blocks(nbytes), now, now)
                 return True
             self._pages.move_to_end(name)
-            size = _blocks(nbytes)
-            self._nbytes += size - page.size
-            page.size, page.used = size, now
-            stale = now - page.touched > TOUCH_SECONDS
-            if stale:
-                page.touched = now
-            return stale
+            page.used = now
+            if page.size != (size := _blocks(nbytes)):
+                self._nbytes += size - page.size
+                page.size = size
+            if now - page.touched <= TOUCH_SECONDS:
+                return False
+            page.touched = now
+            return True
 
     def prove(self, name: str, state: int | None) -> None:
         """Remembers in which state a file was seen to be its page and whole; None: in none."""

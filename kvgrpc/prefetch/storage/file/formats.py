@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
 import msgspec
+from xxhash import xxh3_128_digest
 
 # A block: the payload behind it stays aligned for O_DIRECT.
 HEADER_BYTES = 4096
-# Magic, bytes of payload, algorithm of its checksum, checksum, bytes of key; then the key, and BLAKE2b-128 of all that.
+# Magic, bytes of payload, algorithm of its checksum, checksum, bytes of key; then the key, and XXH3-128 of all that.
 _MAGIC, _FIXED = b"kvgrpc\x00\x02", struct.Struct("<8sQ8sQI")
-# As it was before headers named an algorithm: block sums, and 0 where none was taken.
+# As it was before headers named an algorithm: block sums, 0 where none was taken; and BLAKE2b-128 of all that.
 _MAGIC_1, _FIXED_1 = b"kvgrpc\x00\x01", struct.Struct("<8sQQI")
 _DIGEST_BYTES = 16
 
@@ -23,7 +24,7 @@ _CODES = {name: code for code, name in _ALGORITHMS.items()}
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The first block of a file. ``algorithm``: of the checksum, in ``sums``."""
+    """The first block of a file. ``algorithm``: of the checksum."""
 
     key: str
     nbytes: int
@@ -33,7 +34,7 @@ class Header(msgspec.Struct, frozen=True):
     def encode(self) -> bytes:
         key = self.key.encode("utf-8")
         text = _FIXED.pack(_MAGIC, self.nbytes, _CODES[self.algorithm], self.checksum, len(key)) + key
-        return (text + _digest(text)).ljust(HEADER_BYTES, b"\0")
+        return (text + xxh3_128_digest(text)).ljust(HEADER_BYTES, b"\0")
 
     @classmethod
     def decode(cls, block: bytes | bytearray | memoryview) -> Header | None:
@@ -42,14 +43,15 @@ class Header(msgspec.Struct, frozen=True):
             return None
         magic, nbytes, code, checksum, length = _FIXED.unpack_from(block)
         start, algorithm = _FIXED.size, _ALGORITHMS.get(code)
+        digest: Callable[[bytes], bytes] = xxh3_128_digest
         if magic == _MAGIC_1:
             magic, nbytes, checksum, length = _FIXED_1.unpack_from(block)
-            start, algorithm = _FIXED_1.size, BLOCK_SUMS if checksum else NO_SUM
+            start, algorithm, digest = _FIXED_1.size, BLOCK_SUMS if checksum else NO_SUM, _digest_1
         elif magic != _MAGIC or algorithm is None:
             return None
         end = start + length
         text = bytes(block[: end + _DIGEST_BYTES])
-        if end + _DIGEST_BYTES > HEADER_BYTES or text[end:] != _digest(text[:end]):
+        if end + _DIGEST_BYTES > HEADER_BYTES or text[end:] != digest(text[:end]):
             return None
         return cls(text[start:end].decode("utf-8"), nbytes, algorithm, checksum)
 
@@ -109,5 +111,5 @@ class SglangFormat:
         return name.removesuffix(self._SUFFIX)
 
 
-def _digest(text: bytes) -> bytes:
+def _digest_1(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()

@@ -26,8 +26,7 @@ from kvgrpc.prefetch.storage.base import (
     views,
 )
 from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, NO_SUM, Header
-from kvgrpc.prefetch.storage.file.io import header_block
-from kvgrpc.prefetch.storage.file.sums import header, is_right
+from kvgrpc.prefetch.storage.file.io import header, header_block, is_right
 from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.hf3fs.client import Hf3fsClient, LocalClient, UsrbioClient
 from kvgrpc.prefetch.storage.hf3fs.slots import Slot, Slots

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from pathlib import PurePosixPath
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_128_digest
 
 from kvgrpc.prefetch.storage.file.formats import (
     BLOCK_SUMS,
@@ -21,7 +21,7 @@ from kvgrpc.prefetch.storage.file.formats import (
     OwnFormat,
     SglangFormat,
 )
-from kvgrpc.prefetch.storage.file.sums import block_sums, header, is_right, xxh3
+from kvgrpc.prefetch.storage.file.io import block_sums, header, is_right, xxh3
 from tests.support import old_pages
 
 KEYS = st.text(min_size=1, max_size=200).filter(lambda key: not any("\ud800" <= each <= "\udfff" for each in key))
@@ -35,12 +35,12 @@ def test_a_header_is_read_as_it_was_written(key: str, nbytes: int, algorithm: st
 
 
 def test_a_header_has_these_bytes() -> None:
-    """Magic and layout, bytes of payload, algorithm, checksum, bytes of key, key, BLAKE2b: files outlive versions."""
+    """Magic and layout, bytes of payload, algorithm, checksum, bytes of key, key, XXH3-128: files outlive versions."""
     there = header("some-key", [memoryview(old_pages.PAGE)]).encode()
     assert there.startswith(b"kvgrpc\0\2" + (10_000).to_bytes(8, "little") + b"xxh3-64\0")
     assert there.rstrip(b"\0").hex() == (
-        "6b766772706300021027000000000000787868332d36340023b683794d75ea0908000000736f6d652d6b65797244b182"
-        "8503dd576799f617325931cb"
+        "6b766772706300021027000000000000787868332d36340023b683794d75ea0908000000736f6d652d6b65790fd04ec2"
+        "55494db1f964fb6cb40b652d"
     )
 
 
@@ -54,10 +54,10 @@ def test_headers_from_before_they_named_an_algorithm_are_read() -> None:
 
 def test_a_header_with_an_algorithm_that_we_do_not_have_is_none() -> None:
     text = Header("some-key", 5, XXH3, 12345).encode().rstrip(b"\0")[:-16].replace(b"xxh3-64", b"xxh9-64")
-    block = (text + hashlib.blake2b(text, digest_size=16).digest()).ljust(HEADER_BYTES, b"\0")
+    block = (text + xxh3_128_digest(text)).ljust(HEADER_BYTES, b"\0")
     assert Header.decode(block) is None
     known = text.replace(b"xxh9-64", b"xxh3-64")
-    block = (known + hashlib.blake2b(known, digest_size=16).digest()).ljust(HEADER_BYTES, b"\0")
+    block = (known + xxh3_128_digest(known)).ljust(HEADER_BYTES, b"\0")
     assert Header.decode(block) == Header("some-key", 5, XXH3, 12345), "or this test changes something else"
 
 
