@@ -38,6 +38,7 @@ class CacheContents:
         self.whole = whole
         self.doubtful_at: int | None = None
         self.blocks: BlockSet = index.cache()
+        self._index = index
         self._digest = DigestCounter()
         self._checkpoints: dict[int, StateDigest] = {}
         # Copies of the blocks of other groups, and of tiers that the index does not tell apart: no prefix needs them,
@@ -79,6 +80,7 @@ class CacheContents:
     def restore(self, saved: SavedCache) -> Iterator[None]:
         """Takes what was saved, in steps between which others have their turn. ``digest`` says whether it is all."""
         self.page_tokens, self._groups = saved.page_tokens, dict(saved.groups)
+        self._index.note_page(self.page_tokens)
         for medium, group, hashes, copies in saved.places:
             for begin in range(0, len(hashes), SLICE_BLOCKS):
                 self._stored(medium, group, np.array(hashes[begin : begin + SLICE_BLOCKS], np.uint64).tolist())
@@ -111,7 +113,9 @@ class CacheContents:
         size = event.block_size if 0 < event.block_size <= _LARGEST_PAGE else 0
         group = _group(event)
         if group == PREFIX_GROUP:
-            self.page_tokens = size or self.page_tokens
+            if size and size != self.page_tokens:
+                self.page_tokens = size
+                self._index.note_page(size)
         elif group in self._groups or len(self._groups) < _MOST_GROUPS:
             known = self._groups.get(group)
             kind = event.kv_cache_spec_kind or (known.kind if known else "")

@@ -7,7 +7,7 @@ Pure: no clock, thread or socket; belongs to one thread. A block that several ca
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -27,6 +27,8 @@ _TOGETHER = 32
 Holders = tuple[int, ...]
 # The caches that hold a block on the device, on device or host, there or on a disk of their own, anywhere.
 Reach = tuple[int, int, int, int]
+# Where caches end in a request, in order: after so many blocks these, a bit for each.
+_Ends = list[tuple[int, int]]
 _NOBODY: Holders = ()
 _NOWHERE: Reach = (0, 0, 0, 0)
 
@@ -86,11 +88,21 @@ class BlockIndex:
         self._stale = 0
         self._garbage = 0
         self._sweep_at = LEAST_GARBAGE
+        self._largest_page = 1
 
     @property
     def blocks(self) -> int:
         """Different blocks that somebody holds; for some time after a cache emptied, more."""
         return len(self._numbers)
+
+    @property
+    def largest_page(self) -> int:
+        """Tokens that no block of a cache has more of."""
+        return self._largest_page
+
+    def note_page(self, tokens: int) -> None:
+        """Blocks of a cache have so many."""
+        self._largest_page = max(self._largest_page, tokens)
 
     def cache(self) -> BlockSet:
         """Room for the contents of one more cache, which ``score`` does not see before it is shown."""
@@ -101,12 +113,18 @@ class BlockIndex:
     def score(self, hashes: Sequence[int], among: Iterable[BlockSet] | None = None) -> dict[BlockSet, Match]:
         """For each shown cache (of these; None: of all) that holds the first block, how many leading blocks of
         ``hashes`` it holds."""
-        matches = self._matches(self._shown if among is None else self._shown & _slots(among), hashes)
-        return {
-            cache: match
-            for slot, match in matches.items()
-            if match.storage and (cache := self._caches[slot]) is not None
-        }
+        return {cache: match for _, caches in self.leading(hashes, among) for cache, match in caches}
+
+    def leading(
+        self, hashes: Sequence[int], among: Iterable[BlockSet] | None = None
+    ) -> Iterator[tuple[int, Iterator[tuple[BlockSet, Match]]]]:
+        """``score`` by how many leading blocks a cache holds anywhere, the most first: whoever asks for the best looks
+        at no other."""
+        tiers = self._ends(self._shown if among is None else self._shown & _slots(among), hashes)
+        nearer = [None if tier == tiers[-1] else _by_slot(tier) for tier in tiers[:-1]]
+        for blocks, slots in reversed(tiers[-1]):
+            if blocks:
+                yield blocks, self._matches(slots, blocks, nearer)
 
     def on_host(self, hashes: Sequence[int], among: Iterable[BlockSet]) -> dict[BlockSet, int]:
         """For each of these that is shown, how many leading blocks lie on its host itself, whatever its device has."""
@@ -128,7 +146,7 @@ class BlockIndex:
 
     def match(self, slot: int, hashes: Sequence[int]) -> Match:
         """Returns how many leading blocks one cache holds. For BlockSet."""
-        return self._matches(1 << slot, hashes)[slot]
+        return Match(*(tier[-1][0] for tier in self._ends(1 << slot, hashes)))
 
     def plane(self, medium: str) -> int | None:
         """The place of a medium's holders (in capitals) in Holders; None: it is one too many. For BlockSet."""
@@ -198,36 +216,48 @@ class BlockIndex:
         self.hide(slot)
         self._caches[slot] = None
 
-    def _matches(self, slots: int, hashes: Sequence[int]) -> dict[int, Match]:
+    def _ends(self, slots: int, hashes: Sequence[int]) -> tuple[_Ends, _Ends, _Ends, _Ends]:
+        """Of each reach."""
         device = host = disk = storage = slots
-        ends: tuple[dict[int, int], ...] = ({}, {}, {}, {})
-        before: int | None = -1
-        for position, number in enumerate(map(self._numbers.get, hashes)):
-            if number == before:
-                continue
-            before = number
+        ends: tuple[_Ends, _Ends, _Ends, _Ends] = ([], [], [], [])
+        for position, number in _changes(list(map(self._numbers.get, hashes))):
             on_device, to_host, to_disk, anywhere = _NOWHERE if number is None else self._reach[number]
             if device & ~on_device:
-                _note_ends(ends[0], device & ~on_device, position)
+                ends[0].append((position, device & ~on_device))
                 device &= on_device
             if host & ~to_host:
-                _note_ends(ends[1], host & ~to_host, position)
+                ends[1].append((position, host & ~to_host))
                 host &= to_host
             if disk & ~to_disk:
-                _note_ends(ends[2], disk & ~to_disk, position)
+                ends[2].append((position, disk & ~to_disk))
                 disk &= to_disk
             if storage & ~anywhere:
-                _note_ends(ends[3], storage & ~anywhere, position)
+                ends[3].append((position, storage & ~anywhere))
                 storage &= anywhere
             if not storage:
                 break
-        for end, left in zip(ends, (device, host, disk, storage), strict=True):
-            _note_ends(end, left, len(hashes))
-        on_device_of, to_host_of, to_disk_of, anywhere_of = ends
-        return {
-            slot: Match(on_device_of[slot], to_host_of[slot], to_disk_of[slot], longest)
-            for slot, longest in anywhere_of.items()
-        }
+        for tier, left in zip(ends, (device, host, disk, storage), strict=True):
+            if left:
+                tier.append((len(hashes), left))
+        return ends
+
+    def _matches(
+        self, slots: int, blocks: int, nearer: Sequence[dict[int, int] | None]
+    ) -> Iterator[tuple[BlockSet, Match]]:
+        """``nearer``: of each reach but the furthest, where a slot's blocks end; None: where all do."""
+        on_device, to_host, to_disk = nearer
+        for slot in _each(slots):
+            cache = self._caches[slot]
+            if cache is not None:
+                yield (
+                    cache,
+                    Match(
+                        blocks if on_device is None else on_device[slot],
+                        blocks if to_host is None else to_host[slot],
+                        blocks if to_disk is None else to_disk[slot],
+                        blocks,
+                    ),
+                )
 
     def _free_slot(self) -> int:
         for slot, cache in enumerate(self._caches):
@@ -478,7 +508,32 @@ def _stripped(planes: list[int]) -> Holders:
 
 
 def _note_ends(ends: dict[int, int], slots: int, position: int) -> None:
+    for slot in _each(slots):
+        ends[slot] = position
+
+
+def _by_slot(tier: _Ends) -> dict[int, int]:
+    ends: dict[int, int] = {}
+    for position, slots in tier:
+        _note_ends(ends, slots, position)
+    return ends
+
+
+def _each(slots: int) -> Iterator[int]:
     while slots:
         lowest = slots & -slots
-        ends[lowest.bit_length() - 1] = position
+        yield lowest.bit_length() - 1
         slots ^= lowest
+
+
+def _changes(numbers: list[int | None]) -> Iterator[tuple[int, int | None]]:
+    """Yields each place where another number comes than before it, and that number."""
+    at, end = 0, len(numbers)
+    while at < end:
+        number = numbers[at]
+        yield at, number
+        at += 1
+        while numbers[at : at + _TOGETHER].count(number) == _TOGETHER:
+            at += _TOGETHER
+        while at < end and numbers[at] == number:
+            at += 1

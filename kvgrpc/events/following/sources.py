@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappush, heappushpop
 from typing import NamedTuple
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.follower import FollowerCore
-from kvgrpc.events.following.index import BlockIndex, Match
+from kvgrpc.events.following.index import BlockIndex, BlockSet, Match
 from kvgrpc.events.following.messages import FollowerCounts, FollowerState
 from kvgrpc.events.following.saved import SavedCut
 from kvgrpc.model import EngineLoad
@@ -138,7 +139,8 @@ class _Chain(NamedTuple):
 
 
 _NO_CHAIN = _Chain((), 1, 0)
-_Class = tuple[_Chain, dict[_Key, _Asked] | None]
+# What orders it, and what is told of it.
+_Found = tuple[int, int, _Key, Match, int, FollowerCore]
 
 
 class SourceTable:
@@ -147,6 +149,10 @@ class SourceTable:
     def __init__(self) -> None:
         self.index = BlockIndex()
         self._followed: dict[tuple[str, int], _Followed] = {}
+        # Caches that run each model; those of which none is known are left out.
+        self._models = Counter[str]()
+        # Whose blocks the index shows. What is wrong, or missing, is seen when it is asked for.
+        self._owners: dict[BlockSet, _Asked] = {}
 
     def add(
         self,
@@ -160,11 +166,16 @@ class SourceTable:
         labels: LabelSet = NO_LABELS,
     ) -> None:
         """Follows one more cache; in the place of the same one's earlier follower, which was stopped."""
+        self.remove(engine, dp)
         self._followed[engine, dp] = _Followed(core, address, live, model, labels)
+        if model:
+            self._models[model] += 1
 
     def remove(self, engine: str, dp: int) -> None:
         """The cache is not followed any more."""
-        self._followed.pop((engine, dp), None)
+        followed = self._followed.pop((engine, dp), None)
+        if followed is not None and followed.model:
+            self._models -= Counter([followed.model])
 
     def page_sizes(
         self, wanted: Wanted, model: str = "", field: str = "model", labels: LabelSet = NO_LABELS
@@ -176,24 +187,59 @@ class SourceTable:
     def score(self, question: Question, wanted: Wanted, now: float) -> list[CacheScore]:
         """The caches that hold the first block, those with most tokens first. Raises InvalidRequest where no model is
         named and the caches are of several."""
-        found = []
-        for (hashes, stride, step), asked in self._classes(question, wanted):
-            strided = hashes if stride == 1 else hashes[stride - 1 :: stride]
-            matches = self.index.score(strided, None if asked is None else [each[2].blocks for each in asked.values()])
-            for key, followed, contents in self._asked(wanted, question) if asked is None else asked.values():
-                match = matches.get(contents.blocks)
-                if match is None:
-                    continue
-                match = contents.match(match, hashes, step)
-                if match.storage and not _is_stale(followed.core, wanted.max_staleness, now):
-                    tokens = match.storage * (contents.page_tokens or 1)
-                    found.append((-tokens, -match.device, key, match, contents.page_tokens, followed.core))
+        if list(question.chains) == [0] and not question.step:
+            found = self._best(question.chains[0], question, wanted, now)
+        else:
+            found = self._of_sizes(question, wanted, now)
         # No two are of one engine and dp, so cores are never compared.
         found.sort()
         return [
             CacheScore(*key, *match, page_tokens, freshness(core, now) if wanted.freshness else None)
             for _, _, key, match, page_tokens, core in found[: wanted.most or None]
         ]
+
+    def _best(self, hashes: Sequence[int], question: Question, wanted: Wanted, now: float) -> list[_Found]:
+        """Of caches of any page size, whose blocks these hashes are: all, or at least the best that are wanted."""
+        self._check_model(question, wanted)
+        found: list[_Found] = []
+        # Tokens of the best ones, the least first.
+        best: list[int] = []
+        is_fresh = False
+        for blocks, caches in self.index.leading(hashes):
+            if best and len(best) == wanted.most and best[0] > blocks * self.index.largest_page:
+                break
+            for cache, match in caches:
+                owner = self._owners.get(cache)
+                if owner is None or not self._is_current(owner):
+                    if not is_fresh:
+                        self._owners = {known[2].blocks: known for known in self._known()}
+                        is_fresh = True
+                    owner = self._owners.get(cache)
+                if owner is None or not _is_asked(owner[0], owner[1], question, wanted):
+                    continue
+                one = _found(owner, owner[2].match(match, hashes, 0), wanted, now)
+                if one is None:
+                    continue
+                found.append(one)
+                if len(best) < wanted.most:
+                    heappush(best, -one[0])
+                elif wanted.most:
+                    heappushpop(best, -one[0])
+        return found
+
+    def _of_sizes(self, question: Question, wanted: Wanted, now: float) -> list[_Found]:
+        found: list[_Found] = []
+        for (hashes, stride, step), asked in self._classes(question, wanted):
+            strided = hashes if stride == 1 else hashes[stride - 1 :: stride]
+            matches = self.index.score(strided, [contents.blocks for _, _, contents in asked.values()])
+            for key, followed, contents in asked.values():
+                match = matches.get(contents.blocks)
+                if match is None:
+                    continue
+                one = _found((key, followed, contents), contents.match(match, hashes, step), wanted, now)
+                if one is not None:
+                    found.append(one)
+        return found
 
     def holdings(self, question: Question, wanted: Wanted, now: float) -> list[Holding]:
         """Returns what each of these caches that answer has of a request, those that have nothing too.
@@ -232,11 +278,8 @@ class SourceTable:
             known |= unknown
         return by_size
 
-    def _classes(self, question: Question, wanted: Wanted) -> Iterator[_Class]:
-        """Yields what fits caches of one page size, and these caches; None: all."""
-        if list(question.chains) == [0] and not question.step:
-            yield _Chain(question.chains[0], 1, 0), None
-            return
+    def _classes(self, question: Question, wanted: Wanted) -> Iterator[tuple[_Chain, dict[_Key, _Asked]]]:
+        """Yields what fits caches of one page size, and these caches."""
         by_size: dict[int, dict[_Key, _Asked]] = {}
         for asked in self._asked(wanted, question):
             by_size.setdefault(asked[2].page_tokens, {})[asked[0]] = asked
@@ -245,21 +288,31 @@ class SourceTable:
             if chain is not None:
                 yield chain, caches
 
-    def _asked(self, wanted: Wanted, question: Question) -> Iterator[_Asked]:
-        models, model = set(), question.model
+    def _known(self) -> Iterator[_Asked]:
+        """Yields the caches of which something is known."""
         for key, followed in self._followed.items():
-            if (wanted.engines and key[0] not in wanted.engines) or not question.labels <= followed.labels:
-                continue
-            if model:
-                if followed.model != model:
-                    continue
-            elif followed.model:
-                models.add(followed.model)
-                if len(models) > 1:
-                    named = " or ".join(sorted(models))
-                    raise InvalidRequest.of(question.field, "", f"the model's name: these caches are of {named}")
             if followed.core.contents is not None:
                 yield key, followed, followed.core.contents
+
+    def _is_current(self, owner: _Asked) -> bool:
+        key, followed, contents = owner
+        return followed.core.contents is contents and self._followed.get(key) is followed
+
+    def _asked(self, wanted: Wanted, question: Question) -> Iterator[_Asked]:
+        self._check_model(question, wanted)
+        for known in self._known():
+            if _is_asked(known[0], known[1], question, wanted):
+                yield known
+
+    def _check_model(self, question: Question, wanted: Wanted) -> None:
+        """Raises InvalidRequest: hashes do not tell models apart."""
+        if question.model or len(self._models) < 2:
+            return
+        asked = (each for key, each in self._followed.items() if _is_asked(key, each, question, wanted))
+        models = {followed.model for followed in asked if followed.model}
+        if len(models) > 1:
+            named = " or ".join(sorted(models))
+            raise InvalidRequest.of(question.field, "", f"the model's name: these caches are of {named}")
 
     def sources(self, now: float) -> list[Source]:
         """All caches, by engine and dp."""
@@ -319,6 +372,22 @@ def _chain(question: Question, size: int) -> _Chain | None:
     if 0 not in question.chains or size % step:
         return None
     return _Chain(question.chains[0], max(1, size // step), question.step)
+
+
+def _is_asked(key: _Key, followed: _Followed, question: Question, wanted: Wanted) -> bool:
+    return (
+        (not wanted.engines or key[0] in wanted.engines)
+        and question.labels <= followed.labels
+        and (not question.model or followed.model == question.model)
+    )
+
+
+def _found(known: _Asked, match: Match, wanted: Wanted, now: float) -> _Found | None:
+    """Returns None where it has nothing, or is not known well enough."""
+    key, followed, contents = known
+    if not match.storage or _is_stale(followed.core, wanted.max_staleness, now):
+        return None
+    return -match.storage * (contents.page_tokens or 1), -match.device, key, match, contents.page_tokens, followed.core
 
 
 def _is_stale(core: FollowerCore, most: float | None, now: float) -> bool:

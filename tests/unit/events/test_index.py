@@ -332,6 +332,25 @@ def naive_match(tiers: dict[str, Counter[int]], request: list[int]) -> Match:
     return Match(*lengths)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_long_requests_are_matched_where_runs_of_blocks_with_the_same_holders_end(seed: int) -> None:
+    rng, index = random.Random(seed), BlockIndex()
+    naive = {shown(index): empty() for _ in range(6)}
+    for cache, tiers in naive.items():
+        for medium in rng.sample(MEDIA, 2):
+            held = [*range(rng.choice([0, 31, 32, 33, 64, 65, 200])), *rng.sample(range(200), 5)]
+            cache.stored(medium, held)
+            tiers[medium].update(held)
+    for length in (1, 32, 33, 34, 65, 200, 230):
+        request = list(range(length))
+        if rng.random() < 0.5:
+            request[rng.randrange(length)] = rng.randrange(300)
+        expected = {cache: match for cache, tiers in naive.items() if (match := naive_match(tiers, request)).storage}
+        assert index.score(request) == expected
+        order = [blocks for blocks, caches in index.leading(request) for _ in caches]
+        assert order == sorted((match.storage for match in expected.values()), reverse=True)
+
+
 def test_tokens_are_asked_for_by_the_hashes_of_their_whole_pages() -> None:
     tokens = list(range(100, 110))
     names = [hash_key(hashing.sglang_event_hash(page)) for page in hashing.page_hashes(tokens[:8], 4)]
