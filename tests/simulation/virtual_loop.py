@@ -37,6 +37,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._clock.now
 
+    def hold(self, seconds: float) -> None:
+        """Its process does not run for so long."""
+        self._clock.now += seconds
+
 
 def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Runs it on a loop of its own, on which nothing may be left that raised."""

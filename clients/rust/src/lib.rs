@@ -39,6 +39,7 @@ mod refusal;
 mod registration;
 mod registry;
 mod repeat;
+mod silence;
 #[cfg(test)]
 mod tests;
 mod token;

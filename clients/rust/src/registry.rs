@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use tokio::time::timeout;
 use tonic::Streaming;
 
 use crate::connection::{AuthorizedChannel, Dialer};
@@ -11,6 +10,7 @@ use crate::pb::{self, Engine, RankRow, Role};
 use crate::refusal::Refusal;
 use crate::registration::Registration;
 use crate::repeat::{ask, silent, Pages, MOST_PAGE_ROWS, USUAL_TIMEOUT};
+use crate::silence::heard_within;
 
 pub(crate) type Client = RegistryServiceClient<AuthorizedChannel>;
 
@@ -100,7 +100,7 @@ impl Registry {
     /// Tells the full state of the registry, then what changes. It ends with a refusal, and is not resumed by itself: watch again.
     pub async fn watch_engines(&self, request: pb::WatchEnginesRequest) -> Result<EngineWatch, Refusal> {
         let mut client = self.client.clone();
-        let call = timeout(IDLE, client.watch_engines(request)).await.map_err(|_| silent())??;
+        let call = heard_within(IDLE, client.watch_engines(request)).await.ok_or_else(silent)??;
         Ok(EngineWatch(call.into_inner()))
     }
 
@@ -117,6 +117,6 @@ pub struct EngineWatch(Streaming<pb::WatchEnginesResponse>);
 impl EngineWatch {
     /// The next message; None: the registry ended it. One that said nothing for 15 s is taken for gone.
     pub async fn next(&mut self) -> Result<Option<pb::WatchEnginesResponse>, Refusal> {
-        Ok(timeout(IDLE, self.0.message()).await.map_err(|_| silent())??)
+        Ok(heard_within(IDLE, self.0.message()).await.ok_or_else(silent)??)
     }
 }

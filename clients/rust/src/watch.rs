@@ -13,6 +13,7 @@ use crate::batch::{decode_batch, Batch, Event, NotABatch};
 use crate::contents::Verdict;
 use crate::pb::{self, watch_response::Kind, ErrorReason, WatchMode, WatchResponse};
 use crate::refusal::Refusal;
+use crate::silence::heard_within;
 
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
@@ -255,24 +256,24 @@ impl<C: Calls, L: Listener> Watcher<C, L> {
                 self.turn = timeout(LONGEST_TURN, turns.clone().acquire_owned()).await.ok().and_then(Result::ok);
             }
             // The call itself waits for a connection: of somebody who never answers, too.
-            match timeout(IDLE_TIMEOUT, self.calls.watch(request)).await {
-                Ok(Ok(call)) => self.call = Some(call),
-                Ok(Err(status)) => self.end(Refusal::from(status).into()),
-                Err(_) => self.end(Cause::Silent),
+            match heard_within(IDLE_TIMEOUT, self.calls.watch(request)).await {
+                Some(Ok(call)) => self.call = Some(call),
+                Some(Err(status)) => self.end(Refusal::from(status).into()),
+                None => self.end(Cause::Silent),
             }
             return;
         };
-        match timeout(IDLE_TIMEOUT, call.next()).await {
-            Ok(Ok(Some(message))) => {
+        match heard_within(IDLE_TIMEOUT, call.next()).await {
+            Some(Ok(Some(message))) => {
                 self.begun = true;
                 self.listener.came(&message);
                 if let Err(cause) = self.hear(message) {
                     self.end(cause);
                 }
             }
-            Ok(Ok(None)) => self.end(Cause::Ended),
-            Ok(Err(status)) => self.end(Refusal::from(status).into()),
-            Err(_) => self.end(Cause::Silent),
+            Some(Ok(None)) => self.end(Cause::Ended),
+            Some(Err(status)) => self.end(Refusal::from(status).into()),
+            None => self.end(Cause::Silent),
         }
     }
 

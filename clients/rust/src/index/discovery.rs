@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::Semaphore;
 use tokio::task::{AbortHandle, JoinSet};
-use tokio::time::timeout;
 
 use crate::batch::Event;
 use crate::connections::Connections;
@@ -22,6 +21,7 @@ use crate::pb::event_service_client::EventServiceClient;
 use crate::pb::registry_service_client::RegistryServiceClient;
 use crate::pb::{self, IndexSourceState, WatchResponse};
 use crate::repeat::Pages;
+use crate::silence::heard_within;
 use crate::watch::{Item, Listener, Stream, Watcher};
 use crate::{Dialer, Error, Refusal, Verdict};
 
@@ -203,17 +203,17 @@ async fn watch_registry(shared: &Arc<Shared>, address: &str) -> String {
     };
     let mut client = RegistryServiceClient::new(dialer.channel());
     let request = pb::WatchEnginesRequest { without_pools: true, ..Default::default() };
-    let mut call = match timeout(REGISTRY_IDLE, client.watch_engines(request)).await {
-        Ok(Ok(call)) => call.into_inner(),
-        Ok(Err(status)) => return Refusal::from(status).to_string(),
-        Err(_) => return silent(),
+    let mut call = match heard_within(REGISTRY_IDLE, client.watch_engines(request)).await {
+        Some(Ok(call)) => call.into_inner(),
+        Some(Err(status)) => return Refusal::from(status).to_string(),
+        None => return silent(),
     };
     loop {
-        match timeout(REGISTRY_IDLE, call.message()).await {
-            Ok(Ok(Some(message))) => shared.hear_registry(address, message),
-            Ok(Ok(None)) => return "the registry ended the call".to_owned(),
-            Ok(Err(status)) => return Refusal::from(status).to_string(),
-            Err(_) => return silent(),
+        match heard_within(REGISTRY_IDLE, call.message()).await {
+            Some(Ok(Some(message))) => shared.hear_registry(address, message),
+            Some(Ok(None)) => return "the registry ended the call".to_owned(),
+            Some(Err(status)) => return Refusal::from(status).to_string(),
+            None => return silent(),
         }
     }
 }

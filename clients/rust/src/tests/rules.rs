@@ -1,14 +1,16 @@
 //! The rules of docs/followers.md, over calls that answer at once.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tonic::{Code, Status};
 
 use super::script::*;
-use crate::pb::{StateDigest, TierDigest, WatchMode};
-use crate::watch::{Cause, Item, Stream, Watcher};
+use crate::pb::{StateDigest, TierDigest, WatchMode, WatchRequest, WatchResponse};
+use crate::watch::{Calls, Cause, Item, Messages, Stream, Watcher};
 
 async fn tells(calls: impl Into<Vec<Answers>>, expected: &[&str]) -> Script {
     let mut script = Script { calls: calls.into().into(), ..Default::default() };
@@ -186,6 +188,55 @@ async fn the_time_that_a_reader_takes_is_not_the_publishers() {
         }
     }
     assert_eq!(complete, [false, true]);
+}
+
+/// Its last message comes then.
+struct Late {
+    said: VecDeque<WatchResponse>,
+    comes: Instant,
+}
+
+impl Calls for Late {
+    type Call = Self;
+
+    async fn watch(&mut self, _: WatchRequest) -> Result<Self, Status> {
+        Ok(Self { said: std::mem::take(&mut self.said), comes: self.comes })
+    }
+}
+
+impl Messages for Late {
+    async fn next(&mut self) -> Result<Option<WatchResponse>, Status> {
+        if self.said.len() < 2 {
+            tokio::time::sleep_until(self.comes).await;
+        }
+        match self.said.pop_front() {
+            Some(message) => Ok(Some(message)),
+            None => std::future::pending().await,
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_publisher_is_not_left_for_a_while_in_which_its_follower_did_not_run() {
+    let (runs, held) = (Duration::from_secs(2), Duration::from_secs(20));
+    // What came meanwhile is read a moment after the follower runs again.
+    let comes = Instant::now() + runs + held + Duration::from_millis(90);
+    let late = Late { said: [begin("a", 1), storing(1, 0, true, 1), heartbeat(1, None)].into(), comes };
+    let mut follower = Watcher::new(late, (), Stream::default());
+    let hears = async {
+        loop {
+            match follower.next().await {
+                Item::Current { .. } => break,
+                Item::Failed { cause, .. } => panic!("{cause}"),
+                _ => {}
+            }
+        }
+    };
+    let is_held = async {
+        tokio::time::sleep(runs).await;
+        tokio::time::advance(held).await;
+    };
+    tokio::join!(hears, is_held);
 }
 
 #[tokio::test(start_paused = true)]
