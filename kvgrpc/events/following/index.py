@@ -220,7 +220,9 @@ class BlockIndex:
         """Of each reach."""
         device = host = disk = storage = slots
         ends: tuple[_Ends, _Ends, _Ends, _Ends] = ([], [], [], [])
-        for position, number in _changes(list(map(self._numbers.get, hashes))):
+        # Most questions of strangers end at their first block.
+        numbers = list(map(self._numbers.get, hashes)) if hashes and hashes[0] in self._numbers else [None]
+        for position, number in _changes(numbers):
             on_device, to_host, to_disk, anywhere = _NOWHERE if number is None else self._reach[number]
             if device & ~on_device:
                 ends[0].append((position, device & ~on_device))

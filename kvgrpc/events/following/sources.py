@@ -174,8 +174,11 @@ class SourceTable:
     def remove(self, engine: str, dp: int) -> None:
         """The cache is not followed any more."""
         followed = self._followed.pop((engine, dp), None)
-        if followed is not None and followed.model:
+        if followed is None:
+            return
+        if followed.model:
             self._models -= Counter([followed.model])
+        self._owners = {}  # the next question makes it anew; until then it would keep the blocks of what is gone
 
     def page_sizes(
         self, wanted: Wanted, model: str = "", field: str = "model", labels: LabelSet = NO_LABELS

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 
@@ -67,6 +69,18 @@ def following(table: SourceTable, engine: str, *events: BlockStored, model: str 
     core.snapshot(1, 0, 0, [b"all of it"], 0.0)
     core.snapshot_complete(1, None, 0.0)
     return core
+
+
+def test_a_cache_that_is_gone_is_not_kept_by_the_questions_that_found_it() -> None:
+    table = SourceTable()
+    cores = {engine: following(table, engine, stored([1, 2], 16)) for engine in ("E0", "E1")}
+    assert len(table.score(Question({0: [1, 2]}), Wanted(), 0.0)) == 2
+    gone = weakref.ref(cores["E0"].contents)
+    cores.pop("E0").stop()
+    table.remove("E0", 0)
+    gc.collect()
+    assert gone() is None
+    assert len(table.score(Question({0: [1, 2]}), Wanted(), 0.0)) == 1
 
 
 @pytest.mark.parametrize("seed", range(30))
