@@ -221,8 +221,8 @@ class BlockIndex:
         device = host = disk = storage = slots
         ends: tuple[_Ends, _Ends, _Ends, _Ends] = ([], [], [], [])
         # Most questions of strangers end at their first block.
-        numbers = list(map(self._numbers.get, hashes)) if hashes and hashes[0] in self._numbers else [None]
-        for position, number in _changes(numbers):
+        is_held = bool(hashes) and hashes[0] in self._numbers
+        for position, number in _changes(list(map(self._numbers.get, hashes if is_held else hashes[:1]))):
             on_device, to_host, to_disk, anywhere = _NOWHERE if number is None else self._reach[number]
             if device & ~on_device:
                 ends[0].append((position, device & ~on_device))
