@@ -8,7 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kvgrpc.dataplane.base import DataPlane, MemoryRange
+import numpy as np
+
+from kvgrpc.dataplane.base import DataPlane, MemoryRange, U64Array
+from kvgrpc.dataplane.shm.copying import Copier
 from kvgrpc.model import Pool, PoolKind, Region
 from kvgrpc.observability.staging import StagingUse
 from kvgrpc.prefetch.storage.base import PageBuffers
@@ -31,6 +34,7 @@ class StagedMemory:
         plane.register([MemoryRange(self._address, pages * page_bytes)])
         region = Region(0, "kv", self._address, page_bytes, page_bytes)
         self.pool = Pool(NAME, PoolKind.KV, page_tokens, pages, dtype, (region,))
+        self._copier = Copier(helped=False)
         self._copies = 0
         self._closed = False
         self._idle = threading.Condition()
@@ -79,14 +83,17 @@ class Staging(StagedMemory):
         """Pages of the cache into staged ones; False, and nothing is read, once it is closed. The interpreter is free
         meanwhile. ``to_common``: axes of the cache's pages, which are staged in the common order."""
         with self._copying() as may, _between(to_common) as (axes, whole):
+            if axes is None:
+                if may:
+                    staged, cached, nbytes = self._pieces(pages, buffers)
+                    self._copier.copy_whole(cached, staged, nbytes)
+                return may
             for page, parts in zip(pages, buffers, strict=True) if may else ():
-                staged = self._address + page * self.page_bytes
-                to = whole or staged
-                for address, nbytes in parts:
-                    ctypes.memmove(to, address, nbytes)
-                    to += nbytes
-                if axes is not None:
-                    axes.to_common(whole, staged)
+                to = whole
+                for address, size in parts:
+                    ctypes.memmove(to, address, size)
+                    to += size
+                axes.to_common(whole, self._address + page * self.page_bytes)
         return may
 
     def copy_out(
@@ -95,15 +102,30 @@ class Staging(StagedMemory):
         """Staged pages into those of the cache; False, and nothing is written, once it is closed. ``from_common``: as
         of ``copy_in``."""
         with self._copying() as may, _between(from_common) as (axes, whole):
+            if axes is None:
+                if may:
+                    staged, cached, nbytes = self._pieces(pages, buffers)
+                    self._copier.copy_whole(staged, cached, nbytes)
+                return may
             for page, parts in zip(pages, buffers, strict=True) if may else ():
-                staged = self._address + page * self.page_bytes
-                if axes is not None:
-                    axes.from_common(staged, whole)
-                source = whole or staged
-                for address, nbytes in parts:
-                    ctypes.memmove(address, source, nbytes)
-                    source += nbytes
+                axes.from_common(self._address + page * self.page_bytes, whole)
+                source = whole
+                for address, size in parts:
+                    ctypes.memmove(address, source, size)
+                    source += size
         return may
+
+    def _pieces(self, pages: Sequence[int], buffers: Iterable[PageBuffers]) -> tuple[U64Array, U64Array, U64Array]:
+        """Addresses here, addresses in the cache, and bytes of each part of these pages."""
+        staged, cached, sizes = list[int](), list[int](), list[int]()
+        for page, parts in zip(pages, buffers, strict=True):
+            at = self._address + page * self.page_bytes
+            for address, nbytes in parts:
+                staged.append(at)
+                cached.append(address)
+                sizes.append(nbytes)
+                at += nbytes
+        return np.array(staged, np.uint64), np.array(cached, np.uint64), np.array(sizes, np.uint64)
 
     def use(self) -> StagingUse:
         """Of both directions, as metrics say it."""
@@ -196,11 +218,12 @@ class StagedShares(StagedMemory):
 
 
 class StagingPages:
-    """Free pages of one direction. Thread-safe."""
+    """Free pages of one direction, given out from the lowest on: those that follow each other at both ends of a room
+    are one write, and one copy. Thread-safe."""
 
     def __init__(self, pages: Sequence[int]) -> None:
         self.size = len(pages)
-        self._free = list(reversed(pages))
+        self._free = sorted(pages, reverse=True)
         self._retired: list[tuple[Callable[[], bool], list[int]]] = []
         self._changed = threading.Condition()
         self._closed = False
@@ -222,8 +245,10 @@ class StagingPages:
                 if left <= 0 or self._closed:
                     return []
                 self._changed.wait(min(left, _LOOK_SECONDS))
-            free = (len(self._free) + 1) // 2 if leaving_half else len(self._free)
-            return [self._free.pop() for _ in range(min(most, free))]
+            count = min(most, (len(self._free) + 1) // 2 if leaving_half else len(self._free))
+            taken = self._free[-count:][::-1] if count > 0 else []
+            del self._free[len(self._free) - len(taken) :]
+            return taken
 
     def close(self) -> None:
         """Nobody gets a page any more, or waits for one."""
@@ -233,7 +258,7 @@ class StagingPages:
 
     def give_back(self, pages: Sequence[int]) -> None:
         with self._changed:
-            self._free.extend(pages)
+            self._put(pages)
             self._changed.notify()
 
     def retire(self, pages: Sequence[int], release_safe: Callable[[], bool]) -> None:
@@ -247,11 +272,16 @@ class StagingPages:
         waiting = []
         for release_safe, pages in self._retired:
             if release_safe():
-                self._free.extend(pages)
+                self._put(pages)
             else:
                 waiting.append((release_safe, pages))
         self._retired = waiting
         return bool(self._free)
+
+    def _put(self, pages: Sequence[int]) -> None:
+        """Under the lock."""
+        self._free.extend(pages)
+        self._free.sort(reverse=True)
 
 
 # Evidence comes from the loop, which tells nobody here.

@@ -50,8 +50,8 @@ class HostPages:
         return next((n for n, name in enumerate(hashes) if name not in self._known), len(hashes))
 
     @contextlib.contextmanager
-    def reading(self, hashes: Sequence[str]) -> Iterator[Sequence[int]]:
-        pages = [self._known[name] for name in hashes[: self.count(hashes)]]
+    def reading(self, hashes: Sequence[str], first: int = 0) -> Iterator[Sequence[int]]:
+        pages = [self._known[name] for name in hashes[first : first + self.count(hashes[first:])]]
         self.pins.update(pages)
         try:
             yield pages

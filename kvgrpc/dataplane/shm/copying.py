@@ -12,6 +12,8 @@ that computes in pure Python all the time):
 One core does not fill the memory's bandwidth, so what is large is shared with a second thread (the same machine, idle
 interpreter): 4.6 -> 8.1 at 1 MiB by ``memmove``, 3.5 -> 6.2 at 32 KiB and 2.2 -> 4.3 at 4 KiB by the system call, which
 does not ask for the GIL between pieces; two threads that do, for small pieces, are slower than one.
+
+``copy_whole`` is for threads that may wait: what follows each other on both sides is one piece there.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ _SMALL_PIECE = 16 << 10
 _SMALL_SHARED_PIECE = 128 << 10
 _SHARED_BYTES = 4 << 20
 _CONTENDED_NANOSECONDS = 1_000_000
+_FEW_PIECES = 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _pointer = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value
@@ -66,10 +69,12 @@ class Pieces:
 class Copier:
     """Copies slices of pieces, for one calling thread at a time. Where there are two cores it has a helper thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, helped: bool = True) -> None:
+        """``helped``: False: it never has a helper thread."""
         self._vectored = _can_write_to_itself()
         self._contended = False
-        self._second = ThreadPoolExecutor(1, "kvgrpc-shm-copy") if len(os.sched_getaffinity(0)) > 1 else None
+        helped = helped and len(os.sched_getaffinity(0)) > 1
+        self._second = ThreadPoolExecutor(1, "kvgrpc-shm-copy") if helped else None
 
     def copy(self, pieces: Pieces, first: int) -> int:
         """Copies pieces from ``first`` on, about 8 MiB or 2 ms a thread. Returns the index of the next piece to copy.
@@ -82,6 +87,15 @@ class Copier:
         if self._second is not None and left > _SHARED_BYTES and (self._vectored or not _small(pieces, shared=True)):
             return self._share(self._second, pieces, first)
         return self._watched(self._way(_small(pieces)), pieces, first, _after(pieces, first, SLICE_BYTES))
+
+    def copy_whole(self, source: U64Array, target: U64Array, nbytes: U64Array) -> None:
+        """Copies all of it on the calling thread; for any number of threads at once. More than a few pieces are one
+        system call, after which the GIL is asked for once. Raises OSError when memory is not there."""
+        pieces = Pieces(*_joined(source, target, nbytes))
+        way = self._call if self._vectored and pieces.count > _FEW_PIECES else self._loop
+        first = 0
+        while first < pieces.count:
+            first = way(pieces, first, pieces.count)
 
     def close(self) -> None:
         """Ends the second thread; nothing is copied any more."""
@@ -142,6 +156,15 @@ class Copier:
             _write(pieces.source.ctypes.data + offset, pieces.target.ctypes.data + offset, 1)
             raise OSError(f"piece {first} was copied in part only")
         return following
+
+
+def _joined(source: U64Array, target: U64Array, nbytes: U64Array) -> tuple[U64Array, U64Array, U64Array]:
+    """The same bytes in as few pieces as lie together on both sides."""
+    if len(nbytes) < 2:
+        return source, target, nbytes
+    breaks = (source[1:] != source[:-1] + nbytes[:-1]) | (target[1:] != target[:-1] + nbytes[:-1])
+    first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    return source[first], target[first], np.add.reduceat(nbytes, first)
 
 
 def _after(pieces: Pieces, first: int, nbytes: int) -> int:

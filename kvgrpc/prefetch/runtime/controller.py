@@ -46,7 +46,7 @@ from kvgrpc.prefetch.protocol.order import MAX_PAGES, Order
 from kvgrpc.prefetch.protocol.prefetch import HostShare, Prefetch
 from kvgrpc.prefetch.protocol.votes import Agreement, AloneAgreement, Decision
 from kvgrpc.prefetch.runtime.storage_threads import StorageThreads, StorageWork
-from kvgrpc.prefetch.storage.base import StorageBackend, Unregisters, source_behind
+from kvgrpc.prefetch.storage.base import HasDearBatches, StorageBackend, Unregisters, source_behind
 from kvgrpc.prefetch.threads.queue_threads import QueueThreads
 from kvgrpc.prefetch.threads.timers import Alarms
 from kvgrpc.prefetch.tree.keeper import CompletionQueue, Keeper
@@ -81,6 +81,7 @@ class CacheController:
         self.host = host
         self.storage = storage
         self.limits = limits or PrefetchLimits()
+        self._reading = _limits_of_reads(self.limits, storage, host.shape.page_bytes)
         # Not ``or``: a keeper may have a length, and be empty.
         self.keeper = CompletionQueue(host.table) if keeper is None else keeper
         self._lock = threading.RLock()
@@ -155,7 +156,7 @@ class CacheController:
         self._check(order)
         operation = Prefetch(
             order,
-            self.limits,
+            self._reading,
             self.host.shape.page_bytes,
             time.monotonic(),
             "none" if self.storage is None else self.storage.name,
@@ -483,6 +484,13 @@ class CacheController:
         operation.over.set()
         with self._idle:
             self._idle.notify_all()
+
+
+def _limits_of_reads(limits: PrefetchLimits, storage: StorageBackend | None, page_bytes: int) -> PrefetchLimits:
+    """Larger batches where that pays, and nobody has said how large they are."""
+    if not isinstance(storage, HasDearBatches) or limits.batch_pages != PrefetchLimits().batch_pages:
+        return limits
+    return replace(limits, batch_pages=max(limits.batch_pages, storage.batch_bytes // page_bytes))
 
 
 def no_storage() -> FeatureDisabled:

@@ -154,6 +154,14 @@ class FindsByPrompt(Protocol):
         ``only``: names or addresses of the engines to ask; None: all."""
 
 
+@runtime_checkable
+class HasDearBatches(Protocol):
+    """A StorageBackend to which each batch costs a good deal, however small its pages are."""
+
+    batch_bytes: int
+    """Batches of a prefetch have at least so many, where there are as many."""
+
+
 def source_behind(
     storage: StorageBackend, hashes: Sequence[str], first: int, only: Collection[str] | None = None
 ) -> PageSource:

@@ -310,13 +310,18 @@ class TieredCache:
     def pages_of(self, hashes: Sequence[str]) -> Pages:
         """Host pages of the leading hashes, read-locked; as many as the host has, whether the device has them or
         not."""
+        return self.pages_behind(hashes, 0)
+
+    def pages_behind(self, hashes: Sequence[str], first: int) -> Pages:
+        """Does the same for those behind the ``first`` ones: a prompt that is lent in parts is walked for each part."""
         with self._lock:
-            found: list[int] = []
+            found, begin = list[int](), 0
             for node in self._tree.match(hashes).nodes:
                 if node.host is None or node.writing:
                     break
-                found.extend(node.host)
-            pages = as_pages(found[: len(hashes)])
+                found.extend(node.host[max(0, first - begin) :])
+                begin += len(node)
+            pages = as_pages(found[: max(0, len(hashes) - first)])
             self.host.table.read(pages)
             return pages
 

@@ -43,6 +43,14 @@ class KnowsTiers(Protocol):
         """(pages on the device, pages on device or host) from the front."""
 
 
+@runtime_checkable
+class ReadsBehind(Protocol):
+    """A keeper that need not touch the beginning of a prompt for what comes behind it."""
+
+    def pages_behind(self, hashes: Sequence[str], first: int) -> Pages:
+        """``pages_of`` without the ``first`` leading ones, which are not read-locked."""
+
+
 def leading_by_tier(keeper: Keeper, hashes: Sequence[str]) -> tuple[int, int]:
     """(pages on the device, pages on device or host) of any keeper; one that does not tell tiers apart is believed to
     have nothing on the device."""

@@ -448,9 +448,16 @@ class PrefixTree:
 
 
 def _common(ours: Sequence[str], theirs: Sequence[str]) -> int:
-    if len(theirs) >= len(ours) and ours[-1] == theirs[len(ours) - 1]:
-        return len(ours)
-    return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    low, high = 0, min(len(ours), len(theirs))
+    if high and ours[high - 1] == theirs[high - 1]:
+        return high
+    while low < high:
+        middle = (low + high) // 2
+        if ours[middle] == theirs[middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def _add_pages(counts: Counter[str], extra_key: str, pages: int) -> None:

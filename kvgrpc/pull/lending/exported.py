@@ -62,9 +62,10 @@ class ExportedPages:
             return self._leading(hashes)
 
     @contextlib.contextmanager
-    def reading(self, hashes: Sequence[str]) -> Iterator[Sequence[int]]:
+    def reading(self, hashes: Sequence[str], first: int = 0) -> Iterator[Sequence[int]]:
         with self._lock:
-            names = hashes[: self._leading(hashes)]
+            wanted = hashes[first:]
+            names = wanted[: self._leading(wanted)]
             pages = [self._known[name] for name in names]
             for name, page in zip(names, pages, strict=True):
                 self._known.move_to_end(name)

@@ -35,8 +35,9 @@ class HostCache(Protocol):
     def count(self, hashes: Sequence[str]) -> int:
         """Leading pages that the host has."""
 
-    def reading(self, hashes: Sequence[str]) -> contextlib.AbstractContextManager[Sequence[int]]:
-        """The leading pages that the host has; they are not evicted before the end of the context."""
+    def reading(self, hashes: Sequence[str], first: int = 0) -> contextlib.AbstractContextManager[Sequence[int]]:
+        """The leading pages of ``hashes[first:]`` that the host has; they are not evicted before the end of the
+        context."""
 
     def buffers(self, page: int) -> PageBuffers:
         """Returns the places of the bytes of one of these pages."""
@@ -119,13 +120,12 @@ class Lender:
         own = self._own(hashes[: first + self._share], common)
         if len(own) <= first:
             return None
-        with self._cache.reading(own) as pages:
-            there = len(pages) - first
-            if there < 1:
+        with self._cache.reading(own, first) as pages:
+            if not pages:
                 return None
-            staged = self._take(taker, there if most is None else min(there, most))
+            staged = self._take(taker, len(pages) if most is None else min(len(pages), most))
             try:
-                lent = map(self._cache.buffers, pages[first : first + len(staged)])
+                lent = map(self._cache.buffers, pages[: len(staged)])
                 axes = self._common.axes if common and self._common is not None else None
                 if not self._staging.copy_in(staged, lent, axes):
                     raise ServerDraining("the cache is closing and lends nothing more", retry_after=1.0)

@@ -113,10 +113,14 @@ class Holders:
             found = indexed.best_first(found, self._has_other_names)
         return found[: self._config.holders]
 
+    @property
+    def _names_are_common(self) -> bool:
+        return self._common is not None and isinstance(self._common[0].names, SameNames)
+
     def _has_other_names(self, holder: Holder) -> bool | None:
         """False of those whose names we have: our own, and the common ones where ours are others. An engine of another
         kind has names that only it can tell, where ours are the common ones. None: its kind is not known yet."""
-        if self._common is None or not isinstance(self._common[0].names, SameNames):
+        if not self._names_are_common:
             return False
         if holder.common:
             return True
@@ -135,7 +139,8 @@ class Holders:
         """The candidate with most leading pages; None where nobody has one, or nobody answers.
         ``without``: addresses that are not asked; ``only``: names or addresses of those that are. Whoever names them
         knows already who has the prompt: no index is asked."""
-        named = {False: wire.hashes_to_pb(hashes), True: await self._common_names(hashes)}
+        own = wire.hashes_to_pb(hashes)
+        named = {False: own, True: own if self._names_are_common else await self._common_names(hashes)}
         indexed = (
             None if only is not None or self._index is None else await self._index.ask(self._events(named), timeout)
         )

@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from operator import contains
 from typing import Protocol, TypeAlias
 
 from kvgrpc.prefetch.storage.base import (
@@ -56,6 +57,7 @@ class PeersBackend:
     """
 
     name = "peers"
+    batch_bytes = 8 << 20
 
     def __init__(
         self,
@@ -239,7 +241,10 @@ class PeersBackend:
         other."""
         with self._lock:
             known = self._asked.get(_question(prompt, only))
-        if known is None or self._now() - known.at >= _FRESH_SECONDS or known.prompt != tuple(prompt):
+        if known is None or self._now() - known.at >= _FRESH_SECONDS:
+            return None
+        asked = tuple(prompt)  # the same one, for the batches of an operation
+        if known.prompt is not asked and known.prompt != asked:
             return None
         return None if known.found.holder.address in without else known.found
 
@@ -281,10 +286,12 @@ class PagesBehind:
 
     def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
         prompt, first = self._prompt, self._first
-        own = self._backend._prompt(keys)
-        if own != list(prompt[first : first + len(own)]):
-            # A second try of single pages.
-            prompt = [*prompt[:first], *own]
+        asked = prompt[first : first + len(keys)]
+        if len(asked) < len(keys) or not all(map(contains, keys, asked)):  # a key has the hash of its page in it
+            own = self._backend._prompt(keys)
+            if own != list(prompt[first : first + len(own)]):
+                # A second try of single pages.
+                prompt = [*prompt[:first], *own]
         return self._backend._read(prompt, first, keys, pages, timeout, self._only)
 
 

@@ -10,6 +10,7 @@ from kvgrpc.errors import InvalidRequest
 from kvgrpc.prefetch.manager import PrefetchManager, keys_of
 from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
 from kvgrpc.prefetch.storage.base import PageBuffers
+from kvgrpc.prefetch.tree.keeper import ReadsBehind
 from kvgrpc.pull.common import DTYPES, CommonPages, PageAxes
 from kvgrpc.pull.heads import HeadRows, PageHeads, Share, divides, ranks_with
 from kvgrpc.pull.lending.lender import LentPages
@@ -77,10 +78,12 @@ class _HostCache:
             return len(pages)
 
     @contextlib.contextmanager
-    def reading(self, hashes: Sequence[str]) -> Iterator[Sequence[int]]:
-        pages = self._keeper.pages_of(hashes)
+    def reading(self, hashes: Sequence[str], first: int = 0) -> Iterator[Sequence[int]]:
+        keeper = self._keeper
+        behind = isinstance(keeper, ReadsBehind)
+        pages = keeper.pages_behind(hashes, first) if isinstance(keeper, ReadsBehind) else keeper.pages_of(hashes)
         try:
-            yield pages.tolist()
+            yield (pages if behind else pages[first:]).tolist()
         finally:
             self._host.table.end_read(pages)
 

@@ -94,7 +94,8 @@ class CachePeer:
 
     def _put_together(self, lends: LentPages) -> None:
         config, pull, ref = self._config, self._pull, self._ref
-        staging = Staging(self.plane, pull.staging_pages, lends.page_bytes, lends.page_tokens, lends.dtype)
+        sizes = pull.staged(lends.page_bytes), lends.page_bytes, lends.page_tokens
+        staging = Staging(self.plane, *sizes, lends.dtype)
         self.book = PullBook(lends.page_bytes)
         self._page_tokens, self._page_bytes = lends.page_tokens, lends.page_bytes
         self._page_forms = page_forms(lends.keys.identity, lends.shares, lends.common)

@@ -310,9 +310,9 @@ def reads_of(rank: CacheRank) -> list[int]:
     class Counted:
         buffers = cache.buffers
 
-        def reading(self, hashes: list[str]) -> Any:
-            reads.append(len(hashes))
-            return cache.reading(hashes)
+        def reading(self, hashes: list[str], first: int) -> Any:
+            reads.append(len(hashes) - first)
+            return cache.reading(hashes, first)
 
     peer_of(rank)._lender._cache = Counted()
     return reads

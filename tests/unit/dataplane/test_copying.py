@@ -54,6 +54,33 @@ def test_every_way_copies_what_numpy_copies(way: str, rows: list[tuple[int, int]
     assert (target == expected).all()
 
 
+@pytest.mark.parametrize("vectored", [False, True])
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 50)), max_size=40))
+@settings(deadline=None, max_examples=50)
+def test_pieces_that_follow_each_other_on_both_sides_are_copied_as_one(
+    vectored: bool, rows: list[tuple[int, int, int]]
+) -> None:
+    """Gaps of 0 to 3 bytes before each of them, on either side."""
+    source = np.random.default_rng(3).integers(0, 255, 3000, dtype=np.uint8)
+    target, expected = np.zeros(3000, dtype=np.uint8), np.zeros(3000, dtype=np.uint8)
+    at, to, placed = 0, 0, list[tuple[int, int, int]]()
+    for skip, gap, nbytes in rows:
+        at, to = at + skip, to + gap
+        placed.append((at, to, nbytes))
+        expected[to : to + nbytes] = source[at : at + nbytes]
+        at, to = at + nbytes, to + nbytes
+    columns = np.array(placed, np.uint64).reshape(-1, 3).T + np.array(
+        [[address(source)], [address(target)], [0]], np.uint64
+    )
+    copier = Copier(helped=False)
+    copier._vectored = copier._vectored and vectored
+    copier.copy_whole(*columns)
+    assert (target == expected).all() and copier._second is None
+    assert len(copying._joined(*columns)[0]) == sum(
+        n == 0 or bool(skip or gap) for n, (skip, gap, _) in enumerate(rows)
+    )
+
+
 @pytest.mark.parametrize("way", ["_loop", "_call"])
 def test_more_pieces_than_one_system_call_takes(way: str) -> None:
     source = np.random.default_rng(0).integers(0, 255, 3000 * 16, dtype=np.uint8)

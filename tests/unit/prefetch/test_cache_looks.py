@@ -179,3 +179,24 @@ def test_matches_go_on_while_all_of_it_is_purged(cache: TieredCache) -> None:
         thread.join(20)
     assert not wrong
     assert cache.purge(Tier.HOST)[1] == 0 and cache.host.table.free_count == PAGES
+
+
+@pytest.mark.parametrize("first", range(12))
+def test_what_comes_behind_the_beginning_of_a_prompt_is_read_without_it(first: int) -> None:
+    """Whatever nodes it is made of."""
+    host = HostPool(PageShape.mha(1, 4, 1, 8, "float16"), 16)
+    cache = TieredCache(host)
+    whole = [f"{page:064d}" for page in range(11)]
+    pages = host.table.take(10)
+    assert not isinstance(pages, NotEnoughPages)
+    host.table.commit(pages)
+    cache.keep(whole[:10], 0, pages, "")
+    for cut in (3, 7):
+        cache.release(cache.match(whole[:cut]))  # a node ends there
+    for last in {max(first, 8), max(first, 10), 11}:
+        found = cache.pages_behind(whole[:last], first)
+        assert found.tolist() == pages[first : min(last, 10)].tolist()
+        assert host.table.counts()["read"] == len(found)
+        host.table.end_read(found)
+    cache.clear()
+    assert host.close()

@@ -75,6 +75,15 @@ def test_a_page_that_is_read_stays() -> None:
     assert bytes_of(exported, [HASHES[2]]) == [bytes([3]) * PAGE_BYTES]
 
 
+def test_pages_behind_those_that_are_here_no_more_are_read_by_their_own_hash() -> None:
+    exported, engine = filled(2, 0, 1)
+    exported.offer([HASHES[2]], engine.pages(2))  # in the place of the first
+    with exported.reading(HASHES[:4], 1) as pages:
+        assert len(pages) == 2
+    with exported.reading(HASHES[:4]) as pages:
+        assert not pages
+
+
 def test_pages_of_another_size_are_left_out() -> None:
     exported, engine = filled(2)
     ((piece, _),) = engine.pages(0)

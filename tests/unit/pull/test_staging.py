@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvgrpc.errors import ServerDraining
@@ -46,9 +47,9 @@ class _Cache:
         return len(hashes)
 
     @contextmanager
-    def reading(self, hashes: Sequence[str]) -> Iterator[Sequence[int]]:
-        self.held = len(hashes)
-        yield range(len(hashes))
+    def reading(self, hashes: Sequence[str], first: int = 0) -> Iterator[Sequence[int]]:
+        self.held = len(hashes) - first
+        yield range(len(hashes) - first)
 
     def buffers(self, page: int) -> PageBuffers:
         if self.broken:
@@ -57,8 +58,10 @@ class _Cache:
 
 
 @pytest.fixture
-def staging() -> Staging:
-    return Staging(_Plane(), 8, PAGE_BYTES, 4, "x")  # type: ignore[arg-type]
+def staging() -> Iterator[Staging]:
+    plane = _Plane()  # whose memory it is
+    yield Staging(plane, 8, PAGE_BYTES, 4, "x")  # type: ignore[arg-type]
+    assert plane.memory
 
 
 def test_close_waits_for_a_copy_and_none_begins_after_it(staging: Staging) -> None:
@@ -113,4 +116,29 @@ def test_a_cache_is_held_for_no_more_pages_than_can_be_lent(staging: Staging) ->
     lender = Lender(cache, staging, object(), PullBook(PAGE_BYTES))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError):
         lender.lend([f"{number}" for number in range(60_000)], 5, 1, taker)
-    assert cache.held == 5 + staging.lending.size // 2
+    assert cache.held == staging.lending.size // 2
+
+
+def test_pages_are_given_out_in_order_however_they_came_back(staging: Staging) -> None:
+    """Pages that follow each other are one write, and one copy."""
+    landing = staging.landing
+    assert landing.take(3) == [4, 5, 6]
+    landing.give_back([6, 4])
+    assert landing.take(4, leaving_half=True) == [4, 6]
+    landing.retire([6, 5], lambda: True)
+    landing.give_back([4])
+    assert landing.take(9) == [4, 5, 6, 7] and landing.take(1) == [] and landing.taken == 4
+
+
+def test_pages_in_several_parts_are_copied_in_and_out(staging: Staging) -> None:
+    there = np.random.default_rng(0).integers(0, 255, (3, PAGE_BYTES), dtype=np.uint8)
+    back = np.zeros_like(there)
+
+    def parts(memory: Any, page: int) -> PageBuffers:
+        address = int(memory.ctypes.data) + page * PAGE_BYTES
+        return ((address + 40, 24), (address, 8), (address + 8, 32))
+
+    assert staging.copy_in([2, 0, 3], [parts(there, page) for page in range(3)])
+    assert staging.copy_out([2, 0, 3], [parts(back, page) for page in range(3)])
+    assert (back == there).all()
+    assert staging.copy_in([], []) and staging.copy_out([], [])

@@ -42,8 +42,8 @@ class LentChunks:
         return self._questions.ask(partial(leading_in_host, keys=self._names.keys(hashes)), _ANSWER_SECONDS)
 
     @contextlib.contextmanager
-    def reading(self, hashes: Sequence[str]) -> Iterator[Sequence[int]]:
-        pin = partial(self._pin, keys=self._names.keys(hashes))
+    def reading(self, hashes: Sequence[str], first: int = 0) -> Iterator[Sequence[int]]:
+        pin = partial(self._pin, keys=self._names.keys(hashes[first:]))
         job = self._questions.ask(pin, _ANSWER_SECONDS, self._let_go)
         try:
             yield () if job is None else [int(chunk) for chunk in job.chunk_ids]
