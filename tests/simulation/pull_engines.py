@@ -29,7 +29,7 @@ from kvgrpc.transfer.protocol.types import Align, Bounds, RoomKey, Target, Write
 from kvgrpc.transfer.runtime.boundary import EngineHandle, RoomRequest, SentPages
 from kvgrpc.transfer.runtime.resolve import ReceiverRoom
 from tests.simulation.processes import TIMING, DecodeProcess, PrefillProcess
-from tests.simulation.pull_memory import SHARES, HostPages, WatchedShares
+from tests.simulation.pull_memory import PAGE_BYTES, SHARES, HostPages, WatchedShares
 from tests.support.core_work import Work
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 ANSWER, STALL, PULL_SECONDS = 1.0, 2.0, 8.0
 TICKS_A_SECOND = 10
+# Of a room at most, so that one is on its way while another is copied.
+PIECE_PAGES = 3
 # Of prompts, how many are asked for at two engines as if each had half of every page.
 HALVES_SHARE = 0.5
 
@@ -363,6 +365,8 @@ class Engine:
             self.clock,
             lambda: world.random.randrange(2**62, 2**63),
         )
+        if self.number % 2:
+            self.pulls.piece_bytes = PIECE_PAGES * PAGE_BYTES
         self.peers = PeersBackend(None, now=self.clock)
         self.peers.connect(cast(Any, None), self.pulls, cast(Any, self.ask_who_has))
         self.loans: list[Loan] = []

@@ -83,10 +83,10 @@ class _WaitsForTakers(Lender):
 class _Patient(Taker):
     """Waits for a holder that sends nothing."""
 
-    def _wait(self, receiver: KVReceiver, entry: Any, end: float) -> Generator[Any, Any, bool]:
+    def _wait(self, room: Any, end: float) -> Generator[Any, Any, bool]:
         stall, self._stall = self._stall, 1e9
         try:
-            return (yield from super()._wait(receiver, entry, end))
+            return (yield from super()._wait(room, end))
         finally:
             self._stall = stall
 
@@ -112,10 +112,9 @@ class _OneShareDoes(Taker):
         super().__init__(*arguments)
         self._first = set[KVReceiver]()
 
-    def _open(self, batch: Any) -> Generator[Any, Any, tuple[int, Failure | None]]:
-        opened = yield from super()._open(batch)
+    def _open(self, batch: Any) -> Generator[Any, Any, None]:
+        yield from super()._open(batch)
         self._first.update(room.receiver for room in batch.rooms[:1])
-        return opened
 
     def _receive(self, room: Any, end: float) -> Generator[Any, Any, Failure | None]:
         return (yield from super()._receive(room, end)) if room.receiver in self._first else None
@@ -124,9 +123,9 @@ class _OneShareDoes(Taker):
 class _FirstLenderCounts(Taker):
     """As many pages count as the first holder lent, though another one lent fewer of them."""
 
-    def _open(self, batch: Any) -> Generator[Any, Any, tuple[int, Failure | None]]:
-        count, failure = yield from super()._open(batch)
-        return (batch.rooms[0].entry.lent if count else 0), failure
+    def _open(self, batch: Any) -> Generator[Any, Any, None]:
+        yield from super()._open(batch)
+        batch.count = batch.rooms[0].entry.lent if batch.count else 0
 
 
 class _OneShareFrees(Taker):

@@ -91,7 +91,7 @@ class Copier:
     def copy_whole(self, source: U64Array, target: U64Array, nbytes: U64Array) -> None:
         """Copies all of it on the calling thread; for any number of threads at once. More than a few pieces are one
         system call, after which the GIL is asked for once. Raises OSError when memory is not there."""
-        pieces = Pieces(*_joined(source, target, nbytes))
+        pieces = Pieces(*joined(source, target, nbytes))
         way = self._call if self._vectored and pieces.count > _FEW_PIECES else self._loop
         first = 0
         while first < pieces.count:
@@ -158,7 +158,7 @@ class Copier:
         return following
 
 
-def _joined(source: U64Array, target: U64Array, nbytes: U64Array) -> tuple[U64Array, U64Array, U64Array]:
+def joined(source: U64Array, target: U64Array, nbytes: U64Array) -> tuple[U64Array, U64Array, U64Array]:
     """The same bytes in as few pieces as lie together on both sides."""
     if len(nbytes) < 2:
         return source, target, nbytes

@@ -37,6 +37,9 @@ class Taker:
     silent may still have, are waited for as long. What is taken is staged, so nothing of the cache waits for evidence.
     """
 
+    piece_bytes = 64 << 20
+    """Of one room at most: of a larger batch one piece is copied while another is on its way."""
+
     def __init__(
         self,
         landing: Callable[[Holder], Landing],
@@ -66,32 +69,81 @@ class Taker:
         self, found: Found, prompt: Sequence[str], first: int, buffers: Sequence[PageBuffers], timeout: float
     ) -> Waiting[list[PageResult]]:
         """``take`` as a pull that says what it waits for."""
-        began = moved = self._now()
-        end = moved + timeout
+        began = self._now()
         try:
             landing = self._landing(found.holder)
         except KvGrpcError as error:
             return [failed(error.message)] * len(buffers)
-        free, results = landing.memory.slots, list[PageResult]()
-        while len(results) < len(buffers):
-            at, left = first + len(results), len(buffers) - len(results)
-            wait = max(0.0, min(self._stall, end - self._now()))
-            slots = yield ForPages(partial(free.take, left, leaving_half=True), wait)
-            if not slots:
-                results += [failed(f"no staging page came back in {wait:.1f} s")] * left
-                break
-            batch = _Batch(found, prompt, at, landing, slots, moved, end)
-            count, failure = yield from self._pull(batch, buffers[len(results) :])
-            results += [OK] * count
-            moved = self._now() if count else moved
-            if failure is not None and self._may_wait(failure, moved, end):
-                yield ForTime(_pause_after(failure))
-            elif count < len(slots) and (failure is not None or not count):
-                why = MISSING if failure is None else failed(failure.message)
-                results += [why] * (len(buffers) - len(results))
-        brought = sum(result.ok for result in results)
-        self._book.note_rate(found.holder.engine, brought, self._now() - began)
-        return results
+        pull = _Pull(found, prompt, first, buffers, landing, began + timeout, began)
+        try:
+            why = yield from self._take_all(pull)
+        finally:
+            for batch in (pull.now, pull.behind):  # of one that is cancelled
+                if batch is not None:
+                    self._end(batch)
+        self._book.note_rate(found.holder.engine, pull.done, self._now() - began)
+        return [OK] * pull.done + [why] * (len(buffers) - pull.done)
+
+    def _take_all(self, pull: _Pull) -> Waiting[PageResult]:
+        """Batch after batch; the next one is opened before one is waited for, so that its holder copies while that one
+        is on its way, and it is on its way while that one is copied here. Returns why there are no more."""
+        while pull.done < len(pull.buffers):
+            batch, pull.behind = pull.behind, None
+            if batch is None:
+                wait = max(0.0, min(self._stall, pull.end - self._now()))
+                batch = pull.now = yield from self._begin(pull, pull.done, wait)
+                if batch is None:
+                    return failed(f"no staging page came back in {wait:.1f} s")
+                yield from self._open(batch)
+            pull.now = batch
+            if batch.count and batch.failure is None:
+                yield from self._open_behind(pull, batch)
+                batch.failure = yield from self._receive_all(batch)
+            if batch.count and batch.failure is None:
+                batch.failure = self._copy(batch, pull.buffers[pull.done :])
+            self._note_done(batch)
+            pull.now = None
+            self._end(batch)
+            if batch.failure is None and batch.count:
+                pull.done, pull.moved = pull.done + batch.count, self._now()
+                continue
+            self._drop_behind(pull)
+            if batch.failure is None:
+                return MISSING
+            if not self._may_wait(batch.failure, pull.moved, pull.end):
+                return failed(batch.failure.message)
+            yield ForTime(_pause_after(batch.failure))
+        return MISSING
+
+    def _begin(self, pull: _Pull, done: int, wait: float) -> Waiting[_Batch | None]:
+        """Pages to land in for what comes behind the first ``done`` ones; None: there were none in time."""
+        memory, left = pull.landing.memory, len(pull.buffers) - done
+        pieces = -(-left * memory.page_bytes // self.piece_bytes)
+        most = -(-left // pieces)
+        slots = yield ForPages(partial(memory.slots.take, most, leaving_half=True), wait)
+        if not slots:
+            return None
+        return _Batch(pull.found, pull.prompt, pull.first + done, pull.landing, slots, pull.moved, pull.end)
+
+    def _open_behind(self, pull: _Pull, batch: _Batch) -> Waiting[None]:
+        """What comes behind a batch, where that can be had now. A holder that does not lend it now is asked once that
+        batch is over."""
+        done = pull.done + batch.count
+        if done >= len(pull.buffers):
+            return
+        behind = pull.behind = yield from self._begin(pull, done, 0.0)
+        if behind is not None:
+            behind.is_ahead = True
+            yield from self._open(behind)
+            if behind.failure is not None:
+                self._drop_behind(pull)
+
+    def _drop_behind(self, pull: _Pull) -> None:
+        batch, pull.behind = pull.behind, None
+        if batch is not None:
+            for room in batch.rooms:
+                room.receiver.abort("it is not waited for: pages before it did not come")
+            self._end(batch)
 
     def _may_wait(self, failure: Failure, moved: float, end: float) -> bool:
         """True if a holder that is busy may be asked again: it has lent something of late, and there is time."""
@@ -100,49 +152,51 @@ class Taker:
         again = self._now() + _pause_after(failure)
         return again < end and again - moved < self._stall
 
-    def _pull(self, batch: _Batch, buffers: Sequence[PageBuffers]) -> Waiting[tuple[int, Failure | None]]:
-        """One room for each share: how many leading pages of the batch came, and what went wrong."""
-        slots, rooms = batch.slots, batch.rooms
-        try:
-            count, failure = yield from self._open(batch)
-            for room in rooms:
-                if count and failure is None:
-                    failure = yield from self._receive(room, batch.end)
-                elif not room.receiver.ended:
-                    engine = batch.found.holder.engine
-                    room.receiver.abort(f"another rank of {engine} does not lend the rest of these pages")
-            if count and failure is None:
-                failure = self._copy(batch.landing, slots[:count], buffers)
-            for room in rooms:
-                if room.receiver.failure is None:
-                    room.entry.done = room.entry.lent if failure is None else 0
-        finally:
-            self._end(batch)
-        return (0, failure) if failure is not None else (count, None)
-
-    def _open(self, batch: _Batch) -> Waiting[tuple[int, Failure | None]]:
-        """Asks for a share after the other, each for as many pages as were lent before: how many all of them lent."""
+    def _open(self, batch: _Batch) -> Waiting[None]:
+        """Asks for a share after the other, each for as many pages as were lent before: ``count`` says how many all of
+        them lent."""
         found, memory, count = batch.found, batch.landing.memory, len(batch.slots)
         for share, part in enumerate((found, *found.others)):
             room, holder = self._new_room(), part.holder
             try:
                 lent = yield from self._ask(batch, part, count, room)
             except KvGrpcError as error:
-                return 0, Failure.of(error)
-            if not lent.pages:
-                return 0, None
+                count, batch.failure = 0, Failure.of(error)
+                break
+            count = lent.pages
+            if not count:
+                break
             receiver = KVReceiver(batch.landing.manager, holder.sessions, room, prefill_dp_rank=lent.session.rank.dp)
             entry = self._entry(holder, lent.holder, room, count, lent.pages, memory.page_bytes)
-            batch.rooms.append(_Room(receiver, entry, holder))
-            count = lent.pages
+            batch.rooms.append(_Room(receiver, entry, holder, self._now()))
             receiver.init(memory.pages(batch.slots[:count], share))
-        return count, None
+        batch.count = count
+        if not count:
+            for each in batch.rooms:
+                each.receiver.abort(f"another rank of {found.holder.engine} does not lend the rest of these pages")
+
+    def _receive_all(self, batch: _Batch) -> Waiting[Failure | None]:
+        """Until all rooms of a batch have ended; why they brought nothing."""
+        failure: Failure | None = None
+        for room in batch.rooms:
+            if failure is None:
+                failure = yield from self._receive(room, batch.end)
+            else:
+                room.receiver.abort(f"another rank of {batch.found.holder.engine} did not bring its share")
+        return failure
+
+    def _note_done(self, batch: _Batch) -> None:
+        for room in batch.rooms:
+            if room.receiver.failure is None:
+                room.entry.done = room.entry.lent if batch.count and batch.failure is None else 0
 
     def _ask(self, batch: _Batch, part: Found, count: int, room: int) -> Waiting[Lent]:
         """Returns what a holder lends. A busy one is asked again while shares that others have lent are on their way,
         which would have to be lent anew. Raises KvGrpcError."""
         while True:
             left = batch.end - self._now()
+            if batch.is_ahead:  # a batch is on its way meanwhile, and may stall no longer
+                left = min(left, self._stall)
             try:
                 lent: Lent = yield ForAnswer(self._lend, (part, batch.prompt, batch.first, count, room, left))
                 return lent
@@ -156,7 +210,7 @@ class Taker:
     def _receive(self, room: _Room, end: float) -> Waiting[Failure | None]:
         """Until a room has ended; why it brought nothing."""
         receiver = room.receiver
-        in_time = yield from self._wait(receiver, room.entry, end)
+        in_time = yield from self._wait(room, end)
         if receiver.failure is None:
             self._silent.forget(room.holder.address)
         elif in_time:
@@ -167,8 +221,8 @@ class Taker:
         """A room that failed brought none of its pages."""
         return receiver.failure
 
-    def _copy(self, landing: Landing, slots: Sequence[int], buffers: Sequence[PageBuffers]) -> Failure | None:
-        if not landing.memory.copy_out(slots, buffers[: len(slots)]):
+    def _copy(self, batch: _Batch, buffers: Sequence[PageBuffers]) -> Failure | None:
+        if not batch.landing.memory.copy_out(batch.slots[: batch.count], buffers[: batch.count]):
             return Failure.of(ServerDraining("the cache is closing and takes nothing more"))
         return None
 
@@ -185,12 +239,11 @@ class Taker:
         for room in rooms:
             self._book.end(room.entry, room.receiver.failure)
 
-    def _wait(self, receiver: KVReceiver, entry: Entry, end: float) -> Waiting[bool]:
+    def _wait(self, room: _Room, end: float) -> Waiting[bool]:
         """Until the room has ended: at the latest when nothing came for as long as a holder may take, or at ``end``;
         False there, whatever the holder would still have sent."""
-        moved = self._now()
+        receiver, entry, moved = room.receiver, room.entry, room.opened_at
         while not receiver.ended:
-            yield ForRoom(receiver, _LOOK_SECONDS)
             now = self._now()
             if receiver.pages_done > entry.done:
                 entry.done, moved = receiver.pages_done, now
@@ -199,6 +252,8 @@ class Taker:
             if now >= end and not receiver.ended:
                 receiver.abort("the time of the pull is over")
                 return False
+            if not receiver.ended:
+                yield ForRoom(receiver, _LOOK_SECONDS)
         return True
 
     def _entry(self, holder: Holder, ref: RankRef, room: int, asked: int, lent: int, page_bytes: int) -> Entry:
@@ -218,12 +273,14 @@ class _Room:
     receiver: KVReceiver
     entry: Entry
     holder: Holder
+    opened_at: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Batch:
     """Pages of a prompt from ``first`` on, one for each slot, and the ``rooms`` in which their shares come. ``moved``:
-    when a page of this pull came last; ``end``: of its time."""
+    when a page of this pull came last; ``end``: of its time; ``count``: pages that were lent; ``is_ahead``: another
+    batch was on its way when it was asked for."""
 
     found: Found
     prompt: Sequence[str]
@@ -233,3 +290,23 @@ class _Batch:
     moved: float
     end: float
     rooms: list[_Room] = field(default_factory=list)
+    count: int = 0
+    failure: Failure | None = None
+    is_ahead: bool = False
+
+
+@dataclass(slots=True)
+class _Pull:
+    """One call of ``taking``: ``done`` pages are in place, ``now`` is the batch that is waited for, and ``behind`` the
+    one that follows it."""
+
+    found: Found
+    prompt: Sequence[str]
+    first: int
+    buffers: Sequence[PageBuffers]
+    landing: Landing
+    end: float
+    moved: float
+    done: int = 0
+    now: _Batch | None = None
+    behind: _Batch | None = None

@@ -17,13 +17,15 @@ from kvgrpc.observability.metrics import REGISTRY
 from kvgrpc.prefetch.model import OperationKind, OperationState
 from kvgrpc.pull.lending import lender, servicer
 from kvgrpc.pull.model import PullConfig, PullDirection
+from kvgrpc.pull.staging import Staging
+from kvgrpc.pull.taking.taker import Taker
 from kvgrpc.pull.wire import identity_to_pb
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import pull_service_pb2 as pb
 from kvgrpc.v1.pull_service_pb2_grpc import PullServiceStub
 from kvgrpc.wire import rank_ref_to_pb
 from tests.support.cache_serving import LIMITS, SHAPE, CacheRank, hashes_of, prompt
-from tests.support.pull_fleet import PullFleet, candidates_of, nothing_is_lent, peer_of, pulled
+from tests.support.pull_fleet import PATIENT, PullFleet, candidates_of, nothing_is_lent, peer_of, pulled
 from tests.support.waiting import wait_until
 
 
@@ -79,6 +81,59 @@ def test_a_hand_off_that_hangs_costs_pulls_the_size_of_their_batches(
     records.open_writes -= 1
     taker.assert_bytes(hashes)
     assert max(row.lent for row in peer_of(holder).book.rows()) == 2
+
+
+def in_pieces(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> tuple[CacheRank, list[str]]:
+    """A taker that takes 12 pages of a holder as one batch, in pieces of three."""
+    limits = replace(PATIENT, batch_pages=12)
+    holder, taker = (
+        fleet.open(name, pull=PullConfig(staging_pages=64, stall_timeout=8.0), limits=limits)
+        for name in ("holder", "taker")
+    )
+    wait_until(lambda: bool(candidates_of(taker)))
+    hashes = hashes_of(prompt(12))
+    holder.fill(hashes)
+    monkeypatch.setattr(Taker, "piece_bytes", 3 * SHAPE.page_bytes)
+    return taker, hashes
+
+
+def test_a_piece_is_on_its_way_while_the_one_before_it_is_copied(
+    fleet: PullFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taker, hashes = in_pieces(fleet, monkeypatch)
+    copy, open_then = Staging.copy_out, list[int]()
+
+    def looks(staging: Staging, *arguments: Any) -> bool:
+        open_then.append(len(peer_of(taker).book.rows(open_only=True)))
+        return copy(staging, *arguments)
+
+    monkeypatch.setattr(Staging, "copy_out", looks)
+    assert pulled(taker, hashes).completed == 12
+    taker.assert_bytes(hashes)
+    assert open_then == [2, 2, 2, 1] and {row.lent for row in peer_of(taker).book.rows()} == {3}
+
+
+def test_a_piece_behind_one_that_did_not_come_is_given_up_with_it(
+    fleet: PullFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = staging_pages()
+    taker, hashes = in_pieces(fleet, monkeypatch)
+    copy, copied = Staging.copy_out, list[int]()
+
+    def only_one(staging: Staging, pages: Any, *others: Any) -> bool:
+        copied.append(len(pages))
+        return len(copied) == 1 and copy(staging, pages, *others)
+
+    monkeypatch.setattr(Staging, "copy_out", only_one)
+    row = pulled(taker, hashes)
+    assert (row.state, row.completed, copied) == (OperationState.PARTIAL, 3, [3, 3])
+    taker.assert_bytes(hashes[:3])
+    book = peer_of(taker).book
+    assert [each.failure.message for each in book.rows() if each.failure] == [
+        "it is not waited for: pages before it did not come"
+    ]
+    assert not book.rows(open_only=True)
+    wait_until(lambda: (staging_pages() - before)[::2].tolist() == [0, 0], 20.0)
 
 
 def staging_pages() -> np.ndarray[Any, Any]:

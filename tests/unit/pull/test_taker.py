@@ -28,7 +28,7 @@ def test_a_holder_that_is_always_busy_and_says_ask_at_once_is_asked_with_pauses_
         raise TooManyRequests("all is lent", metadata={"scope": "lent pages"}, retry_after=0.0)
 
     slots = StagingPages(range(4))
-    landing = SimpleNamespace(memory=SimpleNamespace(slots=slots))
+    landing = SimpleNamespace(memory=SimpleNamespace(slots=slots, page_bytes=1))
     taker = Taker(
         lambda holder: cast(Any, landing), busy, PullBook(1), STALL_SECONDS, SilentHolders(lambda: now), lambda: now
     )
