@@ -15,7 +15,7 @@ from kvgrpc.net import check_target
 
 MAX_STAGING_PAGES = 1 << 20
 # Batches of small pages, of several readers, find room beside each other.
-_LEAST_STAGED, _MOST_SMALL_STAGED, _LEAST_STAGED_BYTES = 512, 8192, 64 << 20
+_LEAST_STAGED, _MOST_SMALL_STAGED, _LEAST_STAGED_BYTES = 512, 8192, 128 << 20
 ShortSeconds = Annotated[float, seconds(60)]
 
 
@@ -29,7 +29,7 @@ class PullConfig:
     """ "host:port" of an index that is asked first who has a prompt; empty: engines of the registry are."""
     staging_pages: Annotated[int, Meta(ge=2, le=MAX_STAGING_PAGES)] | None = None
     """Pages of memory that pulls go through, half for what is lent and half for what is taken. Peers write into this
-    memory alone, never into the cache. None: 512, of small pages as many as make 64 MiB, at most 8192."""
+    memory alone, never into the cache. None: 512, of small pages as many as make 128 MiB, at most 8192."""
     holders: Annotated[int, Meta(ge=1, le=64)] = 4
     """Engines that are asked for one prompt."""
     answer_timeout: ShortSeconds = 1.0
@@ -40,7 +40,7 @@ class PullConfig:
     """ "host:port" where pages are lent; empty: the rank's own host, a free port."""
 
     def staged(self, page_bytes: int) -> int:
-        """How many pages of this size pulls go through."""
+        """The number of pages of this size that pulls go through."""
         if self.staging_pages is not None:
             return self.staging_pages
         return max(_LEAST_STAGED, min(_LEAST_STAGED_BYTES // page_bytes, _MOST_SMALL_STAGED))

@@ -57,7 +57,7 @@ class PeersBackend:
     """
 
     name = "peers"
-    batch_bytes = 8 << 20
+    batch_bytes = 16 << 20
 
     def __init__(
         self,

@@ -126,7 +126,7 @@ class Taker:
         return _Batch(pull.found, pull.prompt, pull.first + done, pull.landing, slots, pull.moved, pull.end)
 
     def _open_behind(self, pull: _Pull, batch: _Batch) -> Waiting[None]:
-        """What comes behind a batch, where that can be had now. A holder that does not lend it now is asked once that
+        """Opens the next batch behind one, where that can be had now. A holder that does not lend it now is asked once that
         batch is over."""
         done = pull.done + batch.count
         if done >= len(pull.buffers):
