@@ -487,7 +487,7 @@ class CacheController:
 
 
 def _limits_of_reads(limits: PrefetchLimits, storage: StorageBackend | None, page_bytes: int) -> PrefetchLimits:
-    """Larger batches where that pays, and nobody has said how large they are."""
+    """Larger batches where that pays, unless ``batch_pages`` is another number than the default."""
     if not isinstance(storage, HasDearBatches) or limits.batch_pages != PrefetchLimits().batch_pages:
         return limits
     return replace(limits, batch_pages=max(limits.batch_pages, storage.batch_bytes // page_bytes))

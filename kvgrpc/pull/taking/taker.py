@@ -95,7 +95,7 @@ class Taker:
                 if batch is None:
                     return failed(f"no staging page came back in {wait:.1f} s")
                 yield from self._open(batch)
-            pull.now = batch
+            pull.now, batch.moved = batch, pull.moved
             if batch.count and batch.failure is None:
                 yield from self._open_behind(pull, batch)
                 batch.failure = yield from self._receive_all(batch)
@@ -126,8 +126,8 @@ class Taker:
         return _Batch(pull.found, pull.prompt, pull.first + done, pull.landing, slots, pull.moved, pull.end)
 
     def _open_behind(self, pull: _Pull, batch: _Batch) -> Waiting[None]:
-        """Opens the next batch behind one, where that can be had now. A holder that does not lend it now is asked once that
-        batch is over."""
+        """Opens the next batch behind one, where that can be had now. A holder that does not lend it now is asked again
+        once that batch is over."""
         done = pull.done + batch.count
         if done >= len(pull.buffers):
             return
@@ -178,9 +178,12 @@ class Taker:
     def _receive_all(self, batch: _Batch) -> Waiting[Failure | None]:
         """Until all rooms of a batch have ended; why they brought nothing."""
         failure: Failure | None = None
+        before = batch.moved  # one link brings what is before it first
         for room in batch.rooms:
             if failure is None:
+                room.quiet_since = max(room.quiet_since, before)
                 failure = yield from self._receive(room, batch.end)
+                before = self._now()
             else:
                 room.receiver.abort(f"another rank of {batch.found.holder.engine} did not bring its share")
         return failure
@@ -242,7 +245,7 @@ class Taker:
     def _wait(self, room: _Room, end: float) -> Waiting[bool]:
         """Until the room has ended: at the latest when nothing came for as long as a holder may take, or at ``end``;
         False there, whatever the holder would still have sent."""
-        receiver, entry, moved = room.receiver, room.entry, room.opened_at
+        receiver, entry, moved = room.receiver, room.entry, room.quiet_since
         while not receiver.ended:
             now = self._now()
             if receiver.pages_done > entry.done:
@@ -266,14 +269,14 @@ def _pause_after(failure: Failure) -> float:
     return max(failure.retry_after or 0.0, _LEAST_PAUSE_SECONDS)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Room:
-    """One share on its way."""
+    """One share on its way. ``quiet_since``: when it was opened, or what comes before it in its pull was there."""
 
     receiver: KVReceiver
     entry: Entry
     holder: Holder
-    opened_at: float
+    quiet_since: float
 
 
 @dataclass(slots=True)
