@@ -31,8 +31,10 @@ class KVReceiver(TransferHandle):
         traceparent: W3C trace context of the request.
     """
 
-    __slots__ = ("_initialised", "_manager", "_receiver")
+    __slots__ = ("_initialised",)
     _engine = "decode"
+    _transfer: DecodeRuntime
+    _handle: EngineHandle
 
     def __init__(
         self,
@@ -45,7 +47,6 @@ class KVReceiver(TransferHandle):
     ) -> None:
         key, handle = room_key(room, attempt), EngineHandle()
         super().__init__(manager, key, handle)
-        self._manager, self._receiver = manager, handle
         self._initialised = False
         if not self._refused(key):
             dp = None if prefill_dp_rank is None else as_int(prefill_dp_rank)
@@ -55,7 +56,7 @@ class KVReceiver(TransferHandle):
             manager.open(handle, request)
 
     def poll(self) -> KVPoll:
-        handle = self._receiver
+        handle = self._handle
         if handle.poll is POLL_WAITING_FOR_INPUT and not handle.moving_at and handle.aborted is None:
             return POLL_WAITING_FOR_INPUT  # for its engine: no thread of ours moves it on
         return super().poll()
@@ -83,15 +84,15 @@ class KVReceiver(TransferHandle):
             return
         if again:
             return self._reject(InvalidRequest.of("init", "a second call", "one call of init", room=self.room))
-        self._receiver.moving_at = time.monotonic()
+        self._handle.moving_at = time.monotonic()
         try:
-            copied = copy_of(pages, self._manager.pool_names)
+            copied = copy_of(pages, self._transfer.pool_names)
             first = as_number(first_page, "first_page")
             row = None if aux_index is None else as_number(aux_index, "aux_index")
         except Exception as error:
             self._reject(error)
             return
-        self._manager.write(self._receiver, copied, first, row)
+        self._transfer.write(self._handle, copied, first, row)
 
     @property
     def release_safe(self) -> bool:
@@ -110,11 +111,11 @@ class KVReceiver(TransferHandle):
     def close(self) -> None:
         """See ``TransferHandle.close``. The room's pages stay held until ``release_safe``."""
         super().close()
-        self._receiver.closed = True
+        self._handle.closed = True
 
     def _dropped(self) -> None:
         super()._dropped()
-        self._receiver.closed = True
+        self._handle.closed = True
 
     def _fail(self, failure: Failure) -> None:
-        self._manager.fail(self._receiver, failure)
+        self._transfer.fail(self._handle, failure)

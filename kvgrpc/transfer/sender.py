@@ -28,8 +28,10 @@ class KVSender(TransferHandle):
             pages then, or ends it (docs/session.md, rule 10). Empty: whichever decode names the room.
     """
 
-    __slots__ = ("_aux_index", "_expectation", "_initialised", "_manager", "_sender", "_sent", "_total")
+    __slots__ = ("_aux_index", "_expectation", "_initialised", "_sent", "_total")
     _engine = "prefill"
+    _transfer: PrefillRuntime
+    _handle: EngineHandle
 
     def __init__(
         self, manager: PrefillRuntime, bootstrap_addr: str = "", room: int = 0, attempt: int = 0, decode: str = ""
@@ -37,7 +39,6 @@ class KVSender(TransferHandle):
         handle = EngineHandle()
         key = room_key(room, attempt)
         super().__init__(manager, key, handle)
-        self._manager, self._sender = manager, handle
         self._aux_index: int | None = None
         self._total: int | None = None
         # What init said, until it is told with the next send: the pages wait for it, nothing else does.
@@ -100,17 +101,17 @@ class KVSender(TransferHandle):
             rule = "init first, which says how many pages there are; None where nobody knows"
             return self._reject(InvalidRequest.of("send", "before init", rule, room=self.room))
         try:
-            copied = copy_of(pages, self._manager.pool_names)
+            copied = copy_of(pages, self._transfer.pool_names)
             count = count_of(copied)
             start = self._start(index_slice, count)
             self._sent += count
             last = (self._total is not None and self._sent >= self._total) if is_last is None else bool(is_last)
-            aux = self._manager.aux.read(self._aux_index) if last else None
+            aux = self._transfer.aux.read(self._aux_index) if last else None
         except Exception as error:
             self._reject(error)
             return
         expectation, self._expectation = self._expectation, None
-        self._manager.send(self._sender, SentPages(copied, start, last, wait), aux, expectation)
+        self._transfer.send(self._handle, SentPages(copied, start, last, wait), aux, expectation)
 
     def poll(self) -> KVPoll:
         """See ``TransferHandle.poll``. At least WaitingForInput once ``init`` was called."""
@@ -131,7 +132,7 @@ class KVSender(TransferHandle):
         return self._handle.release_safe
 
     def _fail(self, failure: Failure) -> None:
-        self._manager.fail(self._sender, failure)
+        self._transfer.fail(self._handle, failure)
 
     def _start(self, index_slice: slice | None, count: int) -> int:
         if index_slice is None:

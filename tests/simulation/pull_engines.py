@@ -406,7 +406,7 @@ class Engine:
         lent = self.staging.lending.taken
         for loan in self._ended:
             handle = loan.sender._handle
-            record = cast(EngineHandle, handle).record
+            record = handle.record
             if not handle.release_safe and record is not None and record.writes is Writes.UNKNOWN:
                 lent -= len(loan.pages) if record.key not in self.holder.core.rooms else 0
         return lent, self.staging.landing.taken + self.halves.slots.taken, len(self.jobs) + len(self.loans)

@@ -111,7 +111,8 @@ class Unnamed:
         self._claimed[key] = now
 
     def drop(self, key: RoomKey) -> None:
-        self._claimed.pop(key, None)
+        if self._claimed.pop(key, None) is not None and not self._claimed:
+            self._claimed = {}  # an empty one keeps the room that it had
 
     def note_lost(self, decode: RankId, now: int) -> None:
         self._lost[decode] = now
