@@ -218,15 +218,14 @@ class PrefillRoom(Struct, eq=False):
     def end_write(self, submission: Submission, outcome: Outcome, detail: str, data_plane: str) -> None:
         """Takes the end of one write, which was counted. ``data_plane``: the name of what wrote."""
         if outcome is _DONE:
-            if self._done is None:
-                self._done = Coverage()
-            self._done.add(submission.start, len(submission.destination))
+            done = self._done = self._done or Coverage()
+            done.add(submission.start, len(submission.destination))
             if submission.checksums is not None:
                 if self.checksums is None:
                     self.checksums = []
                 self.checksums.append(submission.checksums)
             if self.handle is not None:
-                self.handle.note_done(self.pages_done)
+                self.handle.note_done(done.prefix)
         if self.ended:
             self.settle()
         elif outcome is not _DONE:
@@ -305,10 +304,10 @@ class PrefillRoom(Struct, eq=False):
 
     def _complete(self) -> bool:
         """The last chunk was seen, and every page is in place."""
-        destination, chunks = self.destination, self._chunks
+        destination, chunks, done = self.destination, self._chunks, self._done
         if destination is None or chunks is None or not chunks.last_seen or self.open_writes or chunks.waiting:
             return False
-        return self.pages_done >= destination.count
+        return (0 if done is None else done.prefix) >= destination.count
 
     def _end(self, state: RoomState) -> None:
         """One terminal state; the handle hears it last, when all else is known (rule 6, ending)."""
