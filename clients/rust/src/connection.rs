@@ -11,6 +11,10 @@ use crate::token::{target_of, Authorize, SHORTEST_SECRET};
 /// What a publisher may say before its follower has taken it. An index follows thousands, and its snapshots come all at once: with
 /// the two megabytes of tonic's clients it would hold all of them in memory while it takes one.
 const FOLLOWED_BYTES: u32 = 64 << 10;
+/// All streams of a connection together. h2 ends a connection on which small frames of half as many bytes, each counted as 256,
+/// wait to be read: heartbeats of 64 streams for 30 s here. With FOLLOWED_BYTES it was 2 s: a follower that did not run for so
+/// long lost all of its connections.
+const CONNECTION_BYTES: u32 = 1 << 20;
 
 /// A channel on which every call carries a token; the generated clients take it.
 pub type AuthorizedChannel = InterceptedService<Channel, Authorize>;
@@ -96,7 +100,7 @@ impl Dialer {
     /// The same for who follows one of many streams.
     pub(crate) fn following(&self) -> AuthorizedChannel {
         let endpoint = self.endpoint.clone().initial_stream_window_size(FOLLOWED_BYTES);
-        self.authorized(endpoint.initial_connection_window_size(FOLLOWED_BYTES).connect_lazy())
+        self.authorized(endpoint.initial_connection_window_size(CONNECTION_BYTES).connect_lazy())
     }
 
     fn authorized(&self, channel: Channel) -> AuthorizedChannel {

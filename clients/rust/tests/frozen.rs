@@ -1,4 +1,5 @@
-//! A publisher whose connections carry nothing any more is left, for whoever answers at its address: within 5 s and a little.
+//! A publisher whose connections carry nothing any more is left, for whoever answers at its address: within 5 s and a little. A
+//! follower that does not run for a while leaves nobody.
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,13 +8,16 @@ use std::time::Duration;
 
 use kvgrpc::pb::event_service_server::{EventService, EventServiceServer};
 use kvgrpc::pb::{self, watch_response::Kind, WatchResponse};
-use kvgrpc::{Dialer, EventFollower, Item, Options, Stream};
+use kvgrpc::{Dialer, EventFollower, IndexOptions, Item, Options, PrefixIndex, Stream};
 use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tonic::{Request, Response, Status};
 
-/// An empty cache.
+/// As many as share a connection.
+const STREAMS: usize = 64;
+
+/// Empty caches.
 struct Publisher;
 
 #[tonic::async_trait]
@@ -24,7 +28,9 @@ impl EventService for Publisher {
         &self,
         _: Request<pb::ListStreamsRequest>,
     ) -> Result<Response<pb::ListStreamsResponse>, Status> {
-        Err(Status::unimplemented("not asked"))
+        let stream = |number| pb::EventStream { engine: format!("engine{number}"), ..Default::default() };
+        let streams = (0..STREAMS).map(stream).collect();
+        Ok(Response::new(pb::ListStreamsResponse { streams, ..Default::default() }))
     }
 
     async fn watch(&self, _: Request<pb::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
@@ -105,4 +111,36 @@ async fn a_frozen_publisher_is_left_for_who_answers_at_its_address() {
     // What was said before may still come.
     while tokio::time::timeout(Duration::from_secs(1), follower.next()).await.is_ok() {}
     tokio::time::timeout(Duration::from_secs(6), until_current(&mut follower)).await.expect("it is left within 5 s");
+}
+
+/// Publishers in a thread of their own, and where they are.
+fn publishers() -> String {
+    let (say, said) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        tokio::runtime::Runtime::new().unwrap().block_on(async {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            say.send(listener.local_addr().unwrap().to_string()).unwrap();
+            let server = tonic::transport::Server::builder().add_service(EventServiceServer::new(Publisher));
+            server.serve_with_incoming(TcpListenerStream::new(listener)).await.unwrap();
+        });
+    });
+    said.recv().unwrap()
+}
+
+#[tokio::test]
+async fn what_came_while_an_index_did_not_run_ends_no_connection() {
+    let index = PrefixIndex::new(IndexOptions {
+        registries: Vec::new(),
+        sources: vec![publishers()],
+        dial: Arc::new(|address| Dialer::new(address, Options::default())),
+        saved: None,
+    });
+    let index = index.unwrap();
+    tokio::time::timeout(Duration::from_secs(10), index.until_current(STREAMS)).await.unwrap();
+    // Its only thread: ten heartbeats of each lie in the socket then.
+    std::thread::sleep(Duration::from_secs(1));
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    for source in index.sources() {
+        assert_eq!((source.last_error.as_str(), source.snapshots), ("", 1), "{}", source.engine);
+    }
 }
