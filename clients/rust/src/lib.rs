@@ -30,6 +30,7 @@ mod entries;
 mod fields;
 mod follower;
 mod groups;
+mod hashes;
 mod holders;
 mod index;
 mod indexes;
@@ -63,5 +64,7 @@ pub use watch::{Cause, Item, Stream};
 /// Messages and clients of `kvgrpc.v1`, generated from the protos.
 #[allow(missing_docs, clippy::all)]
 pub mod pb {
+    pub use crate::hashes::BlockHashes;
+
     include!("gen/kvgrpc.v1.rs");
 }

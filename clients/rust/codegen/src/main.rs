@@ -15,6 +15,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     fs::create_dir_all(&out)?;
     tonic_prost_build::configure()
         .server_mod_attribute(".", "#[cfg(feature = \"server\")]")
+        // By hand: src/hashes.rs.
+        .extern_path(".kvgrpc.v1.BlockHashes", "crate::pb::BlockHashes")
         .out_dir(&out)
         .compile_fds(descriptors)?;
     Ok(())

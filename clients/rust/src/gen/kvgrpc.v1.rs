@@ -1492,13 +1492,6 @@ pub mod event_service_server {
         const NAME: &'static str = SERVICE_NAME;
     }
 }
-/// Hashes of blocks as events carry them, in the order of the request.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct BlockHashes {
-    /// 64 bits in two's complement: -2 and 2^64 - 2 are one block; of a longer digest the last 8 bytes, big-endian.
-    #[prost(fixed64, repeated, tag = "1")]
-    pub values: ::prost::alloc::vec::Vec<u64>,
-}
 /// The tokens of a request and what else SGLang's hashes of its pages depend on.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct SglangPrompt {
@@ -1604,7 +1597,7 @@ pub mod score_prompt {
     pub enum Prefix {
         /// As hashes, for whoever has them: 3 KB for 24,000 tokens in pages of 64.
         #[prost(message, tag = "1")]
-        BlockHashes(super::BlockHashes),
+        BlockHashes(crate::pb::BlockHashes),
         /// As tokens of an SGLang engine.
         #[prost(message, tag = "2")]
         Sglang(super::SglangPrompt),
