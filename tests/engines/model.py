@@ -29,6 +29,8 @@ TINY = Size(layers=2, hidden=64, heads=4, kv_heads=2)  # 2 KiB of KV cache a tok
 STAGED = Size(layers=5, hidden=64, heads=4, kv_heads=2)  # two pipeline stages have other numbers of them
 WINDOWED = Size(layers=4, hidden=64, heads=4, kv_heads=2)
 WINDOW = 64
+# With the first request of models of latents, or with windows, torch compiles their norms.
+COMPILING_SECONDS = 300.0
 WIDE = Size(layers=8, hidden=256, heads=8, kv_heads=8)  # 32 KiB: 4 MiB for 128 tokens
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.engine import PAGE, Pair
-from tests.engines.model import LatentReference
-from tests.engines.test_sglang_latent import COMPILING_SECONDS
+from tests.engines.model import COMPILING_SECONDS, LatentReference
 
 pytestmark = pytest.mark.timeout(700)
 ON_CPU = {"SGLANG_ON_CPU_PLUGIN": "tests.engines.attention_data_parallel_on_cpu:register"}

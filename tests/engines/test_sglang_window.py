@@ -9,12 +9,11 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from tests.engines.engine import PAGE, Pair
-from tests.engines.model import WINDOW, Case, WindowReference
+from tests.engines.model import COMPILING_SECONDS, WINDOW, Case, WindowReference
 from tests.engines.stages import rank_address
 
 pytestmark = pytest.mark.timeout(600)
 ON_CPU = {"SGLANG_ON_CPU_PLUGIN": "tests.engines.window_on_cpu:register"}
-COMPILING_SECONDS = 300.0
 
 
 @pytest.fixture(scope="module")
