@@ -16,13 +16,10 @@ import selectors
 import weakref
 from collections.abc import Callable
 
-# A call through PyDLL keeps the interpreter, which os.eventfd_write gives up: the woken thread would take it there. And
-# os.eventfd_read gives it up to an engine that only looks, in the middle of the turn that it waits for.
-_libc = ctypes.PyDLL(None) if hasattr(os, "eventfd") else None
-_eventfd_write, _eventfd_read = getattr(_libc, "eventfd_write", None), getattr(_libc, "eventfd_read", None)
-if _eventfd_write is not None and _eventfd_read is not None:
+# A call through PyDLL keeps the interpreter, which os.eventfd_write gives up: the woken thread would take it there.
+_eventfd_write = getattr(ctypes.PyDLL(None), "eventfd_write", None) if hasattr(os, "eventfd") else None
+if _eventfd_write is not None:
     _eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
-    _eventfd_read.argtypes = (ctypes.c_int, ctypes.c_void_p)
 
 _TURNS_BETWEEN_LOOKS = 3
 # How often, at most, a look lends; and how long an engine is watched before it counts as one that keeps the
@@ -90,7 +87,6 @@ class Waker:
         self._loop = loop
         self._callback = callback
         self._fd = -1
-        self._count = ctypes.byref(ctypes.c_uint64())
         if _eventfd_write is not None:
             self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             # Not at the end of the process: handlers of the engine's own that run later still end their rooms.
@@ -113,8 +109,7 @@ class Waker:
         self._loop.call_soon(self._callback)
 
     def _run(self) -> None:
-        assert _eventfd_read is not None
-        _eventfd_read(self._fd, self._count)
+        os.eventfd_read(self._fd)
         self._callback()
 
 
