@@ -26,5 +26,5 @@ def test_a_generated_file_is_what_its_sources_give(script: str, written: str, tm
 
 def test_the_chart_of_the_benchmarks_shows_the_table_of_its_page() -> None:
     bars = bars_of_page(PAGE.read_text())
-    assert len(bars) > 40
+    assert len(bars) >= 40
     assert draw(bars) == PICTURE.read_text(), "type python -m benchmarks.harness.chart, and commit the result"
