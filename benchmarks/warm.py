@@ -119,8 +119,11 @@ def vllm_engine(
     orders: Mapping[str, Any],
     *others: Mapping[str, Any],
     environment: Mapping[str, str] | None = None,
+    kind: type[VllmEngine] | None = None,
+    spec: tuple[str, str] = ("TieringOnCpu", "tests.engines.vllm_offloading_on_cpu"),
 ) -> VllmEngine:
-    """One with a host cache for the longest prompts, these tiers, and orders that are found at the registry."""
+    """One with a host cache for the longest prompts, these tiers, and orders that are found at the registry. ``spec``:
+    what vLLM calls the class of its offloading, and where that is."""
     from tests.engines.vllm_engine import BLOCK, VllmEngine, vllm_arguments
 
     served = {
@@ -135,8 +138,8 @@ def vllm_engine(
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            "spec_name": "TieringOnCpu",
-            "spec_module_path": "tests.engines.vllm_offloading_on_cpu",
+            "spec_name": spec[0],
+            "spec_module_path": spec[1],
             "cpu_bytes_to_use": 2 * LONGEST * TOKEN_BYTES,
             "secondary_tiers": [tier, *others, served],
         },
@@ -147,7 +150,7 @@ def vllm_engine(
         "num_gpu_blocks_override": 2 * LONGEST // BLOCK + 1,
         "kv_transfer_config": offloading,
     }
-    return VllmEngine(name, folder, {**vllm_arguments(model, 1), **sizes}, environment)
+    return (kind or VllmEngine)(name, folder, {**vllm_arguments(model, 1), **sizes}, environment)
 
 
 def measure(warmed: Warmed, router: SyncClient, reference: Reference, lengths: Sequence[int], rounds: int) -> None:

@@ -44,6 +44,10 @@ class Link:
             self.remove()
             raise
 
+    def device(self, *, here: bool = True) -> str:
+        """The name of one end."""
+        return self._here if here else self._there
+
     def cut(self) -> None:
         """The far end goes down: what is sent is lost and nobody is told, as with a cable that is pulled."""
         ip("-n", self.name, "link", "set", self._there, "down")
