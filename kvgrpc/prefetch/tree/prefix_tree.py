@@ -448,6 +448,7 @@ class PrefixTree:
 
 
 def _common(ours: Sequence[str], theirs: Sequence[str]) -> int:
+    # A page's hash is of all before it too: where one is equal, those before it are.
     low, high = 0, min(len(ours), len(theirs))
     if high and ours[high - 1] == theirs[high - 1]:
         return high
