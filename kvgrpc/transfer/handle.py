@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,13 +18,13 @@ from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, WrongRank
 from kvgrpc.rpc.within import check_seconds, within
 from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.types import MAX_ROOM, POLL_FAILED, POLL_SUCCESS, KVPoll, RoomKey
-from kvgrpc.transfer.runtime.boundary import Runtime
-from kvgrpc.transfer.runtime.timed_handle import TimedHandle, waiters_lock
+from kvgrpc.transfer.runtime.boundary import EngineHandle, Runtime
+from kvgrpc.transfer.runtime.timed_handle import waiters_lock
 
 Made = TypeVar("Made", bound="TransferHandle")
 
 
-class TransferHandle(ABC):
+class TransferHandle:
     """For one engine thread at a time; ``poll``, ``failure``, ``release_safe`` and ``abort`` for any.
 
     A context manager that closes it. One that is dropped before its end fails its room, with a ResourceWarning: nobody
@@ -38,7 +37,7 @@ class TransferHandle(ABC):
     __slots__ = ("__weakref__", "_closed", "_handle", "_transfer", "_waiters", "attempt", "room")
     _engine = ""
 
-    def __init__(self, manager: Runtime, key: RoomKey, handle: TimedHandle) -> None:
+    def __init__(self, manager: Runtime, key: RoomKey, handle: EngineHandle) -> None:
         self.room, self.attempt = key.room, key.attempt
         self._transfer = manager
         self._handle = handle
@@ -71,6 +70,11 @@ class TransferHandle(ABC):
     def failure(self) -> Failure | None:
         """The root cause, once ``poll`` says Failed."""
         return self._handle.aborted or self._handle.failure
+
+    @property
+    def release_safe(self) -> bool:
+        """True once the room's pages may be reused: nothing reads those of a sender, or can write to a receiver's."""
+        return self._handle.release_safe
 
     @property
     def pages_done(self) -> int:
@@ -180,9 +184,8 @@ class TransferHandle(ABC):
         if on_change is not None:
             on_change()
 
-    @abstractmethod
     def _fail(self, failure: Failure) -> None:
-        """Tells the manager."""
+        self._transfer.fail(self._handle, failure)
 
     def _queue_full(self) -> bool:
         """True if too many calls wait for the loop thread; the room has failed then."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy.typing as npt
 
-from kvgrpc.errors import Failure, InvalidRequest
+from kvgrpc.errors import InvalidRequest
 from kvgrpc.transfer.handle import TransferHandle, as_int, as_number, room_key
 from kvgrpc.transfer.layout.pools import copy_of
 from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT, KVPoll
@@ -34,7 +34,6 @@ class KVReceiver(TransferHandle):
     __slots__ = ("_initialised",)
     _engine = "decode"
     _transfer: DecodeRuntime
-    _handle: EngineHandle
 
     def __init__(
         self,
@@ -95,11 +94,6 @@ class KVReceiver(TransferHandle):
         self._transfer.write(self._handle, copied, first, row)
 
     @property
-    def release_safe(self) -> bool:
-        """True once the pages may be reused: after Success, and after a failure as soon as nobody can write to them."""
-        return self._handle.release_safe
-
-    @property
     def prefill_ready(self) -> bool:
         """True once prefill's sender of this room exists (all senders, where several prefill ranks owe parts of it).
 
@@ -116,6 +110,3 @@ class KVReceiver(TransferHandle):
     def _dropped(self) -> None:
         super()._dropped()
         self._handle.closed = True
-
-    def _fail(self, failure: Failure) -> None:
-        self._transfer.fail(self._handle, failure)

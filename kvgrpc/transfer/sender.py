@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy.typing as npt
 
-from kvgrpc.errors import Failure, InvalidRequest
+from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import ENGINE_NAME
 from kvgrpc.transfer.handle import TransferHandle, as_number, room_key, whole_number
 from kvgrpc.transfer.layout.pools import copy_of, count_of
@@ -31,7 +31,6 @@ class KVSender(TransferHandle):
     __slots__ = ("_aux_index", "_expectation", "_initialised", "_sent", "_total")
     _engine = "prefill"
     _transfer: PrefillRuntime
-    _handle: EngineHandle
 
     def __init__(
         self, manager: PrefillRuntime, bootstrap_addr: str = "", room: int = 0, attempt: int = 0, decode: str = ""
@@ -125,14 +124,6 @@ class KVSender(TransferHandle):
         ``poll`` does not show whether decode has: it is at least WaitingForInput once ``init`` was called.
         """
         return self._handle.prefix_pages
-
-    @property
-    def release_safe(self) -> bool:
-        """True once nothing reads the source pages any more."""
-        return self._handle.release_safe
-
-    def _fail(self, failure: Failure) -> None:
-        self._transfer.fail(self._handle, failure)
 
     def _start(self, index_slice: slice | None, count: int) -> int:
         if index_slice is None:

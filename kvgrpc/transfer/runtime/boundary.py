@@ -89,6 +89,9 @@ class Runtime(Protocol):
     def refusal(self, key: RoomKey) -> Failure | None:
         """Why no handle can be made for a room now; None: one can."""
 
+    def fail(self, handle: EngineHandle, failure: Failure) -> None:
+        """The engine ends a room."""
+
     def give_way(self) -> None:
         """An engine polled an open room: the calling thread may lend its turn to the runtime's threads."""
 
@@ -169,8 +172,6 @@ class PrefillRuntime(Runtime, Protocol):
     ) -> None:
         """Pages that are computed. The runtime checks them, and fails the room for what cannot be."""
 
-    def fail(self, handle: EngineHandle, failure: Failure) -> None: ...
-
     async def serve(
         self, read: Reader, write: Callable[[pb.SessionResponse], Awaitable[None]], caller: str = ""
     ) -> None:
@@ -205,5 +206,3 @@ class DecodeRuntime(Runtime, Protocol):
 
     def write(self, handle: EngineHandle, pages: CopiedPages, first_page: int, aux_index: int | None) -> None:
         """Says where the room goes. The runtime checks it, and fails the room for what cannot be."""
-
-    def fail(self, handle: EngineHandle, failure: Failure) -> None: ...
