@@ -91,7 +91,7 @@ class Orders:
 
     def awaited(self) -> dict[str, Any]:
         """Ranks that it lost and dials all the same."""
-        return {"ranks": len(self._peer._landings.managers[0]._routes._awaited)}
+        return {"ranks": len(self._peer._landings.managers[0]._resolver._awaited)}
 
     @property
     def _peer(self) -> Any:

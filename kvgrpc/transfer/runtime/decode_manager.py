@@ -81,15 +81,15 @@ class DecodeManager(TransferManager[DecodeRoom]):
             deliver_aux=self._deliver_aux,
             written=WrittenPages(config.pool_sizes) if config.check_pages else None,
         )
-        self._routes = PrefillResolver(self.core, self.shape, resolve, open_channel, self._begin, self._pump, changes)
-        self.stands = self._routes.stands
+        self._resolver = PrefillResolver(self.core, self.shape, resolve, open_channel, self._begin, self._pump, changes)
+        self.stands = self._resolver.stands
         self._open_channel = open_channel
         self._dead_peers = DeadPeers(self._guarded, self._begin)
         self._sessions: dict[Stream, DecodeSession] = {}
         self._data_addresses: dict[RankRef, bytes] = {}
         self._peer_pages: dict[RankRef, PeerPages] = {}
         self._comparing: set[asyncio.Future[Failure | None]] = set()
-        self._refusals = DeathProofs(config.refusal_proves_death)
+        self._death_proofs = DeathProofs(config.refusal_proves_death)
         self._tasks: set[asyncio.Task[None]] = set()
 
     # For receivers, on any thread: appended for the loop thread.
@@ -112,7 +112,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         if self._spans is not None:  # prefill's spans are below ours
             room.span, room.traceparent = self._spans.begin(room.traceparent, handle.began)
         if self.core.open(room) or room.refused:
-            self._routes.find(room)
+            self._resolver.find(room)
 
     def _take_destination(
         self, handle: EngineHandle, copied: CopiedPages, first_page: int, aux_index: int | None
@@ -149,7 +149,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
     async def stop(self) -> None:
         self.closed = True
         self._fail_all(self.core.rooms)
-        await self._routes.close()
+        await self._resolver.close()
         for session in list(self._sessions.values()):
             session.close()
         if self._comparing:  # each ends with its page: the memory is not to go under its thread
@@ -158,7 +158,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
             _, late = await asyncio.wait(self._tasks, timeout=0.5)
             for task in late:
                 task.cancel()
-        self._refusals.close()
+        self._death_proofs.close()
         await super().stop()
 
     @property
@@ -217,7 +217,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         session = self._sessions[stream]
         channel: grpc.aio.Channel | None = None
         try:
-            session.resolved = await self._refusals.behind(stream.pair.address)
+            session.resolved = await self._death_proofs.behind(stream.pair.address)
             if session.closing:  # the lookup took so long that another dial replaced this one: nobody would end it
                 return
             channel = session.channel = self._open_channel(stream.pair.address)
@@ -250,7 +250,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
     async def _look_whether_taken(self, session: DecodeSession, stream: Stream) -> None:
         """A first dial over TLS gets no answer while that interpreter is held, so a listening process has to do (3,
         break and loss)."""
-        session.is_taken = await self._refusals.is_taken(stream.pair.address)
+        session.is_taken = await self._death_proofs.is_taken(stream.pair.address)
 
     async def _not_welcome(self, stream: Stream, error: grpc.aio.AioRpcError | None) -> None:
         """The call failed: proof of death, an answer of the server's front (credentials, roles), or just a break."""
@@ -262,7 +262,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         pair = stream.pair
         if pair.up:  # the next dial, at once, will show whether somebody listens; after a cut a look takes a second
             self.core.on_end(stream)
-        elif await self._refusals.is_proof(pair.ref, pair.address, was_welcomed=pair.welcomed):
+        elif await self._death_proofs.is_proof(pair.ref, pair.address, was_welcomed=pair.welcomed):
             self.core.on_refused(stream)
         else:
             self.core.on_end(stream)
@@ -301,7 +301,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         if size > MAX_ADDRESS_BYTES:
             raise InvalidRequest.of("welcome.data_plane_address", f"{size} bytes", f"at most {MAX_ADDRESS_BYTES}")
         self._data_addresses[stream.pair.ref] = welcome.data_plane_address
-        self._refusals.welcomed(stream.pair.ref, session.resolved)
+        self._death_proofs.welcomed(stream.pair.ref, session.resolved)
         session.max_frame_bytes = min(self.config.max_frame_bytes, welcome.max_frame_bytes or 2**63)
         session.heartbeat, session.quiet_heartbeat, idle_timeout = self._pace_of(welcome)
         self._agree_on_checksums(stream.pair, welcome)
@@ -441,12 +441,12 @@ class DecodeManager(TransferManager[DecodeRoom]):
     def _pump(self) -> None:
         work = self.core.take_work()
         for dead in work.dead if self.config.refusal_proves_death else ():
-            self._routes.note_death(dead)
+            self._resolver.note_death(dead)
         for room in work.resolves:
             if isinstance(room, ReceiverRoom):
-                self._routes.find_anew(room)
+                self._resolver.find_anew(room)
         for lost in work.lost_peers:
-            self._routes.await_restart(lost)
+            self._resolver.await_restart(lost)
         for stream in () if self.closed else work.dials:  # a goodbye that answers ours is a break to the core
             self._sessions[stream] = DecodeSession()
             self._begin(self._dial(stream), f"session {stream.pair.ref}")
@@ -480,7 +480,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
             del self._data_addresses[ref]
             self._peer_pages.pop(ref, None)
         self._dead_peers.forget(lambda pair: self.core.pairs.get(pair.ref) is pair)
-        self._refusals.forget_all_but(self.core.pairs)
+        self._death_proofs.forget_all_but(self.core.pairs)
 
     def _deliver_aux(self, room: DecodeRoom) -> Failure | None:
         index, row = room.aux_index, room.aux or b""

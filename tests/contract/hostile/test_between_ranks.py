@@ -149,7 +149,7 @@ def test_a_room_that_decode_refuses_is_told_to_prefill_whose_sender_fails(prefil
 
 def test_a_room_that_comes_later_has_a_question_and_a_time_of_its_own(prefill: RankHost, decode: RankHost) -> None:
     """Had it joined the one that runs, it would fail with that one's room, before its own time was over."""
-    routes = cast(Any, decode.rank.transfer)._routes
+    routes = cast(Any, decode.rank.transfer)._resolver
     resolve, loop = routes._resolve, loop_of(decode)
     questions: list[asyncio.Future[Any]] = []
 

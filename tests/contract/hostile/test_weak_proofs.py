@@ -87,4 +87,4 @@ def test_an_address_whose_refusal_proves_nothing_is_not_remembered_as_dead(
     server.close()
     receiver = receiver_of(decode, server.bootstrap, next(ROOMS))
     wait_until(lambda: receiver.poll() is KVPoll.Failed)
-    assert (server.ref in manager._routes._dead) is proves
+    assert (server.ref in manager._resolver._dead) is proves
