@@ -7,46 +7,36 @@ region, with tokens before it one for each token.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 from kvgrpc.model import Pool, Region
 from kvgrpc.transfer.layout.translation import HEAD, TOKEN, translated
 
 
-class HeadAxis(NamedTuple):
-    """The heads among a page's axes: the row of all heads repeats once for each index of the axes before them."""
-
-    repeats: int
-
-
-def head_axis(pool: Pool) -> HeadAxis | None:
-    """Of a pool whose ``axes`` ("token,head,dim") say where heads are; None where that cannot be told."""
+def head_rows(pool: Pool) -> int | None:
+    """The number of rows of all heads in a page and region, by the ``axes`` ("token,head,dim") of a pool: one for each
+    token where tokens come before heads; None where that cannot be told."""
     axes = [axis.strip() for axis in pool.axes.split(",")]
     if HEAD not in axes or not pool.head_count:
         return None
     before = axes[: axes.index(HEAD)]
     if before not in ([], [TOKEN]):
         return None
-    return HeadAxis(pool.page_tokens if before else 1)
+    return pool.page_tokens if before else 1
 
 
 def sliceable(source: Pool, destination: Pool) -> bool:
     """True if both keep their heads alike, so that a range of them is the same runs of bytes on both sides."""
-    return source.axes == destination.axes and head_axis(source) is not None and head_axis(destination) is not None
+    return source.axes == destination.axes and head_rows(source) is not None and head_rows(destination) is not None
 
 
 def shared_layers(source: Pool, destination: Pool) -> tuple[Pool, Pool]:
     """Both pools, cut down to the layers that both have: the two sides may have different pipeline stages."""
-    ours, theirs = layers_of(source), layers_of(destination)
+    ours, theirs = set(source.layers), set(destination.layers)
     if ours == theirs:
         return source, destination
     both = ours & theirs
     first, second = ([region for region in pool.regions if region.layer in both] for pool in (source, destination))
     return replace(source, regions=tuple(first)), replace(destination, regions=tuple(second))
-
-
-def layers_of(pool: Pool) -> set[int]:
-    return set(pool.layers)
 
 
 def runs(source: Pool, destination: Pool) -> tuple[list[Region], list[Region]]:
@@ -66,14 +56,14 @@ def runs(source: Pool, destination: Pool) -> tuple[list[Region], list[Region]]:
 
 
 def _runs(pool: Pool, first: int, last: int) -> list[Region]:
-    axis = head_axis(pool)
-    if axis is None or last <= first:
+    rows = head_rows(pool)
+    if rows is None or last <= first:
         raise ValueError(f"pool {pool.name!r} does not say where its heads {first} to {last - 1} lie")
     start, count = first - pool.head_start, last - first
     return [
-        region._replace(address=region.address + repeat * size + start * size // pool.head_count, page_bytes=nbytes)
+        region._replace(address=region.address + row * size + start * size // pool.head_count, page_bytes=nbytes)
         for region in pool.regions
-        for size in [region.page_bytes // axis.repeats]
+        for size in [region.page_bytes // rows]
         for nbytes in [count * size // pool.head_count]
-        for repeat in range(axis.repeats)
+        for row in range(rows)
     ]

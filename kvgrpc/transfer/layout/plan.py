@@ -57,7 +57,6 @@ class Geometry:
         "_source",
         "_source_stride",
         "bytes_of_a_page",
-        "pages",
     )
 
     def __init__(self, source: Sequence[Region], destination: Sequence[Region]) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvgrpc.errors import ParallelLayoutMismatch
 from kvgrpc.model import UNKNOWN_MODEL, Attention, Layout, ModelIdentity, Pool, RankId
-from kvgrpc.transfer.layout.heads import layers_of, shared_layers, sliceable
+from kvgrpc.transfer.layout.heads import shared_layers, sliceable
 from kvgrpc.transfer.layout.translation import translates
 
 Coordinates = tuple[int, int, int, int]
@@ -274,7 +274,7 @@ def _pool_differences(
     fields = (*_POOL_FIELDS, "head_start", "head_count") if same_tp else _POOL_FIELDS
     for index, (ours, theirs) in enumerate(zip(prefill, decode, strict=True)):
         if not same_stages:
-            held = layers_of(ours), layers_of(theirs)
+            held = set(ours.layers), set(theirs.layers)
             if not held[1 - outer] <= held[outer]:
                 differences[f"pools[{index}].layers"] = (_layers_text(ours), _layers_text(theirs))
                 continue
