@@ -43,6 +43,8 @@ class PrefetchConfig:
             starts need JoinAgreement to reach all ranks.
         leader: "host:port" of the rank with pp = cp = tp = 0 of the same dp, where a replica has several ranks; empty:
             looked up at the registry.
+        listener: hears which pages came to a tier and which left it (``CacheListener``), with ``own_radix_cache`` of
+            storage only; None: nobody does.
     """
 
     model: str

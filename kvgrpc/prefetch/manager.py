@@ -354,7 +354,7 @@ class PrefetchManager:
 
 
 def keys_of(config: PrefetchConfig, namespace: Namespace) -> Keys:
-    """Returns the function that makes storage keys of page hashes. Raises InvalidRequest for an unknown mode."""
+    """The storage keys of a rank's pages. Raises InvalidRequest for an unknown mode."""
     shape = config.shape
     parts = ".".join(f"{component.name}{component.layer_bytes}" for component in shape.components)
     identity = PageIdentity(

@@ -149,8 +149,7 @@ class KvGrpcStorage(HiCacheStorage):
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """Returns how long a prefix is there with all that its other pools need; prefixes in between may lack
-        something."""
+        """The longest prefix that is there with all that its other pools need; shorter ones may lack something."""
         leading = self._leading(self._names(keys))
         hits = {PoolName.KV: leading} if leading else {}
         restorable = set(range(1, leading + 1))

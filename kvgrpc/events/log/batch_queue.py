@@ -27,7 +27,7 @@ class QueuedClear(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Work for the publisher: items in sequence from ``first``. A Dropped spans its range, others one number."""
+    """Work for the publisher: items in sequence from ``first``. A DroppedRange spans its numbers, others have one."""
 
     first: int
     items: deque[object]

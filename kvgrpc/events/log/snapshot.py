@@ -99,7 +99,7 @@ class CacheState:
         return unknown
 
     def digest(self) -> StateDigest:
-        """Returns what it comes to."""
+        """The digest of the state as it is now."""
         return self._digest.digest(self.next_sequence, doubtful=self.doubtful)
 
     def cut(self) -> Cut:

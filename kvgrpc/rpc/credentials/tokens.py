@@ -26,7 +26,7 @@ _LONGEST_TIME = 12
 
 
 def key_id(secret: str) -> str:
-    """Returns which secret made a token: says nothing of it."""
+    """The name of a secret, by which a token says what made it; it tells nothing of the secret."""
     return _mac(secret.encode(), f"{VERSION} key id").hex()[:_KEY_ID_DIGITS]
 
 

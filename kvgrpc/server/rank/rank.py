@@ -414,7 +414,7 @@ class Rank(Generic[Transfer]):
         return healthy if epoch is None else f"incarnation {epoch} took its place"
 
     def _health_checks(self) -> Mapping[str, Check]:
-        """Returns what each service stands on: its threads and tasks, not only the port."""
+        """The check of each service: that its threads and tasks live, not only the port."""
         parts = self._parts
         checks: dict[str, Check] = {
             "kvgrpc.v1.TransferService": lambda: self._unless_superseded(self.transfer.healthy),
@@ -433,7 +433,7 @@ class Rank(Generic[Transfer]):
         return checks
 
     def _live(self) -> Mapping[str, bool]:
-        """Returns what a restart would mend. Neither a drain nor a newer incarnation is."""
+        """False for a part that a restart would mend. Neither a drain nor a newer incarnation is a failure."""
         return {
             "loop": self._loop.healthy,
             "transfer": self._end.begun or self.transfer.healthy,

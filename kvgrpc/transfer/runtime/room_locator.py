@@ -102,7 +102,7 @@ class RoomLocator:
             self._again(room)
 
     def _take(self, rooms: _Rooms, target: Target, keys: Sequence[RoomKey] | None, no_answer: set[Target]) -> float:
-        """Returns what a rank answered; the seconds until it is asked again. None: nothing."""
+        """Takes a rank's answer, None where there was none. Returns the seconds until it is asked again."""
         if keys is None:
             no_answer.add(target)
             return _PAUSE_SECONDS

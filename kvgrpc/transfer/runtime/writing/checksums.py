@@ -105,7 +105,8 @@ def mismatch(
 
 
 def _paired(prefill: Sequence[Pool], decode: Sequence[Pool]) -> Geometry:
-    """Returns what a peer says of its pools decides which of our bytes are read: it must fit."""
+    """The bytes of both sides that one prefill rank writes. Raises InvalidRequest: a peer says what its pools are, and
+    that decides which of our bytes are read."""
     if not prefill:
         return Geometry([], [])
     try:
