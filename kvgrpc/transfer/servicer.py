@@ -96,7 +96,7 @@ class TransferServicer(TransferServiceServicer):
         order = "newest_failed" if request.newest_failed else "slowest"
         for name in ("states", "held_only", "page_token", *(["slowest"] if request.newest_failed else [])):
             if getattr(request, name):
-                raise _invalid(name, getattr(request, name), f"empty with {order}")
+                raise InvalidRequest.of(name, getattr(request, name), f"empty with {order}")
         wanted = None if self._shows_all() else self._shows
         size = page_size(request.page_size)
         if request.newest_failed:
@@ -117,13 +117,13 @@ class TransferServicer(TransferServiceServicer):
         if prefill is None:
             raise _decode_rank(self._manager, "senders are at prefill")
         if not 0 < len(request.rooms) <= MAX_LOCATED_ROOMS:
-            raise _invalid("rooms", f"{len(request.rooms)} items", f"1 to {MAX_LOCATED_ROOMS} items")
+            raise InvalidRequest.of("rooms", f"{len(request.rooms)} items", f"1 to {MAX_LOCATED_ROOMS} items")
         found = await prefill.locate(wire.room_keys(request.rooms), longest_wait(context.time_remaining()))
         return pb.LocateRoomsResponse(rooms=wire.room_keys_to_pb(found))
 
     async def CancelRoom(self, request: pb.CancelRoomRequest, context: Any) -> pb.CancelRoomResponse:
         if len(request.cause) > _LONGEST_CAUSE:
-            raise _invalid("cause", f"{len(request.cause)} characters", f"at most {_LONGEST_CAUSE} characters")
+            raise InvalidRequest.of("cause", f"{len(request.cause)} characters", f"at most {_LONGEST_CAUSE} characters")
         row = self._find(request.room, request.attempt)
         logger.info(
             "room %d attempt %d: cancelled by %s", row.key.room, row.key.attempt, caller_address(context.peer())
@@ -152,7 +152,7 @@ class TransferServicer(TransferServiceServicer):
 
     def _find(self, room: int, attempt: int) -> RoomRow:
         if not 0 < room <= MAX_ROOM:
-            raise _invalid("room", room, "1 to 2^63-1, as a router chooses it")
+            raise InvalidRequest.of("room", room, "1 to 2^63-1, as a router chooses it")
         row = self._manager.room(RoomKey(room, attempt))
         if row is None or not self._shows(row):
             raise RoomNotFound(
@@ -190,7 +190,7 @@ def _states(asked: Sequence[int]) -> set[RoomState]:
     unknown = [str(state) for state in asked if state not in known]
     if unknown:
         names = ", ".join(f"{state.name} ({state.value})" for state in RoomState)
-        raise _invalid("states", ", ".join(unknown[:10]), f"of {names}")
+        raise InvalidRequest.of("states", ", ".join(unknown[:10]), f"of {names}")
     return {RoomState(state) for state in asked}
 
 
@@ -210,10 +210,6 @@ async def _listed(rows: Iterable[RoomRow], total: int) -> pb.ListRoomsResponse:
 
     await in_pieces(filled())
     return response
-
-
-def _invalid(field: str, value: object, rule: str) -> InvalidRequest:
-    return InvalidRequest.of(field, value, rule)
 
 
 def _by_peer(rows: Iterable[SessionRow]) -> Iterator[tuple[str, SessionRow]]:

@@ -51,7 +51,7 @@ def engine_from_pb(message: pb.EngineShape) -> EngineShape:
     layout = layout_from_pb(message.layout)
     for axis in ("dp", "pp", "cp", "tp"):
         if getattr(layout, axis) < 1:
-            raise _invalid(f"layout.{axis}", getattr(layout, axis), "at least 1")
+            raise InvalidRequest.of(f"layout.{axis}", getattr(layout, axis), "at least 1")
     axes = message.axes or "token,head,dim"
     return EngineShape(layout, message.heads, message.layers or 1, axes, message.page_tokens or 16)
 
@@ -171,13 +171,13 @@ def parse_request(
             yield DecodeEntry(key, want, destination, message.time_left_ms, None, traceparent, error)
         elif want is None:
             rule = "WANT_ANNOUNCE, WANT_WRITE, WANT_STOP or WANT_FORGET"
-            raise _invalid(f"rooms[{index}].want", message.want, rule)
+            raise InvalidRequest.of(f"rooms[{index}].want", message.want, rule)
         else:
             failure = failure_from_pb(message.failure) if message.HasField("failure") else None
             yield DecodeEntry(key, want, failure=failure)
     for index, room in enumerate(frame.forget_rooms):
         if not 0 < room <= MAX_ROOM:
-            raise _invalid(f"forget_rooms[{index}]", room, "1 to 2^63-1")
+            raise InvalidRequest.of(f"forget_rooms[{index}]", room, "1 to 2^63-1")
         yield DecodeEntry(RoomKey(room), WANT_FORGET)
 
 
@@ -215,9 +215,9 @@ def parse_response(frame: pb.SessionResponse) -> Iterator[PrefillEntry]:
         key = _key(message.room, message.attempt, index)
         state, writes = _STATES.get(message.state), _WRITES.get(message.writes)
         if state is None:
-            raise _invalid(f"rooms[{index}].state", message.state, "a known state")
+            raise InvalidRequest.of(f"rooms[{index}].state", message.state, "a known state")
         if writes is None:
-            raise _invalid(f"rooms[{index}].writes", message.writes, "a known value")
+            raise InvalidRequest.of(f"rooms[{index}].writes", message.writes, "a known value")
         failed = state is STATE_FAILED and message.HasField("failure")
         failure = failure_from_pb(message.failure) if failed else None
         yield PrefillEntry(key, state, writes, message.pages_done, message.aux, failure, message.page_checksums)
@@ -270,25 +270,25 @@ def destination_from_pb(message: PageSet, most: int = MAX_PAGES, first_page: int
     raw = message.pages_u32_le
     if raw:
         if message.run_starts or message.run_lengths:
-            raise _invalid("run_starts", len(message.run_starts), "empty when pages_u32_le is given")
+            raise InvalidRequest.of("run_starts", len(message.run_starts), "empty when pages_u32_le is given")
         if len(raw) % 4:
-            raise _invalid("pages_u32_le", len(raw), "a multiple of 4 bytes")
+            raise InvalidRequest.of("pages_u32_le", len(raw), "a multiple of 4 bytes")
         if len(raw) > most * 4:
-            raise _invalid("pages_u32_le", len(raw), f"at most {most} pages")
+            raise InvalidRequest.of("pages_u32_le", len(raw), f"at most {most} pages")
         return Destination(raw, first_page)
     if not message.run_starts and not message.run_lengths:
         return Destination(_NO_PAGES, first_page)
     runs = len(message.run_starts)
     if runs != len(message.run_lengths):
-        raise _invalid("run_lengths", len(message.run_lengths), f"as many as run_starts ({runs})")
+        raise InvalidRequest.of("run_lengths", len(message.run_lengths), f"as many as run_starts ({runs})")
     most_runs = -(-most // _PAGES_OF_A_RUN)
     if runs > most_runs:
-        raise _invalid("run_starts", runs, f"at most {most_runs}, one for {_PAGES_OF_A_RUN} pages of {most}")
+        raise InvalidRequest.of("run_starts", runs, f"at most {most_runs}, one for {_PAGES_OF_A_RUN} pages of {most}")
     starts = np.array(message.run_starts, dtype=np.int64)
     lengths = np.array(message.run_lengths, dtype=np.int64)
     total = int(lengths.sum())
     if total > most or int((starts + lengths).max(initial=0)) > 2**32:
-        raise _invalid("run_lengths", total, f"at most {most} pages, each below 2^32")
+        raise InvalidRequest.of("run_lengths", total, f"at most {most} pages, each below 2^32")
     return Destination.of_runs(starts, lengths, first_page)
 
 
@@ -325,7 +325,7 @@ def _destination(
         return destination
     if len(sets) != len(pool_pages):
         rule = f"one set for all, or one for each of the {len(pool_pages)} pools"
-        raise _invalid(f"rooms[{index}].pages", len(sets), rule)
+        raise InvalidRequest.of(f"rooms[{index}].pages", len(sets), rule)
     first, *others = [
         _pages_of(page_set, pool, most_pages[number] if most_pages else MAX_PAGES, index, number, message.first_page)
         for number, (page_set, pool) in enumerate(zip(sets, pool_pages, strict=True))
@@ -340,7 +340,7 @@ def _pages_of(
     name, count = pool
     try:
         if page_set.pool != number:
-            raise _invalid("pool", page_set.pool, f"{number}, in the order of the Hello")
+            raise InvalidRequest.of("pool", page_set.pool, f"{number}, in the order of the Hello")
         found = destination_from_pb(page_set, count if count < most else most, 0 if number else first_page)
         check_destination(found, count, name, "")
     except InvalidRequest as error:
@@ -350,14 +350,10 @@ def _pages_of(
 
 def _too_long(traceparent: str, index: int) -> InvalidRequest:
     rule = f"at most {LONGEST_TRACEPARENT} characters"
-    return _invalid(f"rooms[{index}].traceparent", f"{len(traceparent)} characters", rule)
+    return InvalidRequest.of(f"rooms[{index}].traceparent", f"{len(traceparent)} characters", rule)
 
 
 def _key(room: int, attempt: int, index: int) -> RoomKey:
     if not 0 < room <= MAX_ROOM:
-        raise _invalid(f"rooms[{index}].room", room, "1 to 2^63-1")
+        raise InvalidRequest.of(f"rooms[{index}].room", room, "1 to 2^63-1")
     return RoomKey(room, attempt)
-
-
-def _invalid(field: str, value: object, rule: str) -> InvalidRequest:
-    return InvalidRequest.of(field, value, rule)

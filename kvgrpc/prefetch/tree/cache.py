@@ -143,7 +143,7 @@ class TieredCache:
             spare = set(self._tree.insert_device(hashes, pages.tolist(), extra_key=extra_key, priority=priority))
             table.release(as_pages([page for page in fresh.tolist() if page in spare and page not in self._loads]))
             self._loads.drop(set(pages.tolist()) - spare)
-            self._tell_stored(Tier.DEVICE, hashes)
+            self._tell(Tier.DEVICE, "stored", hashes, "")
             if self.write_policy is WritePolicy.WRITE_THROUGH:
                 self._write_through(self._tree.match(hashes, touch=False).nodes, used=1)
 
@@ -304,7 +304,7 @@ class TieredCache:
             if spare:
                 self.host.table.release(as_pages(spare))
             if len(spare) < len(pages):
-                self._tell_stored(Tier.HOST, hashes[covered:], hashes[covered - 1] if covered else "")
+                self._tell(Tier.HOST, "stored", hashes[covered:], hashes[covered - 1] if covered else "")
             return self._tree.leading(hashes)[1]
 
     def pages_of(self, hashes: Sequence[str]) -> Pages:
@@ -354,7 +354,7 @@ class TieredCache:
                 self._tree.set_host(part, None)
         self._tree.unlock(node)
         if ack.ok and written:
-            self._tell_stored(Tier.HOST, [each for part in written for each in part.hashes], written[0].before)
+            self._tell(Tier.HOST, "stored", [each for part in written for each in part.hashes], written[0].before)
             self._back_up(written[-1], [each for part in written for each in part.hashes], ack.host_pages)
 
     def _loaded(self, ack: CopyAck) -> None:
@@ -495,9 +495,6 @@ class TieredCache:
         self._counts["evicted_host"] += len(pages)
         self._tell(Tier.HOST, "removed", hashes, before)
         return len(pages)
-
-    def _tell_stored(self, tier: Tier, hashes: Sequence[str], before: str = "") -> None:
-        self._tell(tier, "stored", hashes, before)
 
     def _tell(self, tier: Tier, what: str, hashes: Sequence[str], before: str) -> None:
         if self._listener is not None and hashes:
