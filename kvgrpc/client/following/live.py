@@ -26,7 +26,7 @@ _SEQUENCE = struct.Struct(">Q")
 class LiveFrames:
     """Calls ``on_frame`` with the sequence and payload of each frame. All methods belong to one event loop.
 
-    Frames that are none of ours are passed over and counted. Raises FeatureDisabled where ZMQ is not installed.
+    Frames that are none of ours are passed over. Raises FeatureDisabled where ZMQ is not installed.
     """
 
     def __init__(self, address: str, on_frame: Callable[[int, bytes], None]) -> None:
@@ -41,7 +41,6 @@ class LiveFrames:
         self._on_frame = on_frame
         self._target: tuple[str, bytes] | None = None
         self._reading: asyncio.Task[None] | None = None
-        self.strange_frames = 0
 
     def subscribe(self, endpoint: str, topic: bytes) -> None:
         """Takes frames from there from now on; nothing happens where it does so already, or the endpoint is empty."""
@@ -96,8 +95,6 @@ class LiveFrames:
     def _take(self, frames: list[bytes]) -> None:
         if len(frames) == 3 and len(frames[1]) == _SEQUENCE.size:
             self._on_frame(_SEQUENCE.unpack(frames[1])[0], frames[2])
-        else:
-            self.strange_frames += 1
 
 
 def reachable(endpoint: str, address: str) -> str:

@@ -6,14 +6,13 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvgrpc.dataplane.base import MemoryRange
 from kvgrpc.errors import InvalidRequest, PageStateInvalid
-from kvgrpc.prefetch.pools.pages import Pages, PageTable
+from kvgrpc.prefetch.pools.pages import PageTable
 from kvgrpc.prefetch.pools.shape import ComponentBlock, HostLayout, PageShape, block_of
 
 Bytes = npt.NDArray[np.uint8]
@@ -70,16 +69,6 @@ class HostPool:
             for number, block in enumerate(self.blocks)
             for piece in _pieces(block, self.address + self._starts[number], page, self.shape.layers)
         )
-
-    def keyed_buffers(self, keys: Sequence[str], pages: Pages) -> list[tuple[str, int, int]]:
-        """(key, address, bytes) of every piece: what a backend with one object a piece stores. Lengths must agree."""
-        if len(keys) != len(pages):
-            raise InvalidRequest.of("keys", f"{len(keys)} keys for {len(pages)} pages", "as many as pages")
-        return [
-            (key, address, nbytes)
-            for key, page in zip(keys, pages, strict=True)
-            for address, nbytes in self.page_buffers(int(page))
-        ]
 
     def flat(self, page: int) -> Bytes:
         """A copy of a page's bytes, component after component and layer after layer as the layout has them."""

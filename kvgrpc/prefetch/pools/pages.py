@@ -125,10 +125,6 @@ class PageTable:
     def state(self, page: int) -> PageState:
         return PageState(int(self._state[page]))
 
-    def all_present(self, pages: Pages) -> bool:
-        with self._lock:
-            return bool(np.all(self._state[pages] == PageState.PRESENT))
-
     def commit_reserved(self, pages: Pages) -> Pages:
         """Those of them that are RESERVED, which are PRESENT from now on; the others must be that already."""
         with self._lock:

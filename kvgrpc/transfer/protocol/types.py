@@ -69,10 +69,6 @@ class RoomState(enum.IntEnum):
     SUCCESS = 4
     FAILED = 5
 
-    @property
-    def poll(self) -> KVPoll:
-        return KVPoll.Failed if self is RoomState.FAILED else KVPoll(int(self))
-
 
 class Writes(enum.IntEnum):
     """Says if the writer may still write into the room's pages. The value only advances (rule 7, writes)."""

@@ -53,14 +53,6 @@ def test_page_first_pages_are_one_piece_for_each_component() -> None:
     assert len(HostPool(SHAPES["mha"], 4, HostLayout.LAYER_FIRST).page_buffers(2)) == 2 * 3
 
 
-def test_keyed_buffers_are_those_of_the_pages_that_were_named() -> None:
-    pool = HostPool(SHAPES["mha"], 6)
-    found = pool.keyed_buffers(["a", "b"], np.array([4, 1]))
-    assert found == [("a", *piece) for piece in pool.page_buffers(4)] + [
-        ("b", *piece) for piece in pool.page_buffers(1)
-    ]
-
-
 def test_only_a_reserved_page_is_written() -> None:
     pool = HostPool(SHAPES["mha"], 2)
     with pytest.raises(PageStateInvalid):

@@ -22,12 +22,6 @@ from kvgrpc.transfer.protocol.types import (
 ROOM = RoomKey(7, 1)
 
 
-def test_a_room_is_polled_as_far_as_it_is() -> None:
-    assert [state.poll for state in RoomState] == [
-        *(KVPoll.Bootstrapping, KVPoll.WaitingForInput, KVPoll.Transferring, KVPoll.Success, KVPoll.Failed)
-    ]
-
-
 def test_a_room_without_more_is_the_first_attempt_and_an_entry_says_only_what_it_was_given() -> None:
     assert RoomKey(7) == RoomKey(7, 0, 0)
     assert DecodeEntry(ROOM, Want.STOP) == DecodeEntry(ROOM, Want.STOP, None, 0, None, "", None)

@@ -475,8 +475,6 @@ class PrefillCore:
                 if owner is not None and not owner.lost:
                     self._answer_bound(owner, room.key)
 
-    # A sender that several decode ranks are owed (9, fan-in; 10, ownership).
-
     # Rooms.
 
     def _reject_ended(self, work: PrefillWork) -> None:
