@@ -30,7 +30,7 @@ from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1 import registry_service_pb2
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
-from tests.support.etcd import free_port
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 BLOCKS, LONG_SECONDS, IDLE_SECONDS, LOOK_SECONDS = 64, 900.0, 10.0, 0.02

@@ -43,11 +43,12 @@ from kvgrpc.client import SyncClient
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import prefetch_service_pb2 as proto
-from tests.engines.engine import LOCAL, ROOT, free_port
+from tests.engines.engine import LOCAL, ROOT
 from tests.engines.model import WIDE, Reference
 from tests.engines.vllm_engine import BLOCK, VllmEngine
 from tests.engines.vllm_pulling import address
 from tests.support import link
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 LENGTHS = (512, 2048, 4096)

@@ -25,6 +25,7 @@ from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import prefetch_service_pb2 as proto
 from tests.engines.engine import LOCAL, PAGE, Engine, Request
 from tests.engines.model import WIDE, Reference
+from tests.support.cache_serving import ended
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -203,13 +204,6 @@ def in_storage_alone(warmed: Warmed, router: SyncClient, prompt: list[int]) -> N
 
     wait_until(lambda: router.lookup(pages).storage_pages == whole, 60)
     wait_until(there, 60)
-
-
-def ended(router: SyncClient, operation: proto.CacheOperation) -> proto.CacheOperation:
-    for message in router.watch_operations([operation.operation_id]):
-        for each in message.operations:
-            operation = each
-    return operation
 
 
 if __name__ == "__main__":

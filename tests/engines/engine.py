@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.engines.model import Reference
+from tests.support.ports import free_port
 
 if TYPE_CHECKING:
     from tests.engines.model import Reference
@@ -395,12 +396,6 @@ def engine_arguments(model: Path, tp: int) -> dict[str, Any]:
         "host": LOCAL,
         "log_level": "info",
     }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOCAL, 0))
-        return int(probe.getsockname()[1])
 
 
 def free_ports(count: int) -> int:

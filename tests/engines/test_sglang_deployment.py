@@ -13,8 +13,9 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from kvgrpc.engines.sglang import EX_CONFIG
-from tests.engines.engine import LOCAL, ROOT, Engine, Pair, engine_arguments, free_port
+from tests.engines.engine import LOCAL, ROOT, Engine, Pair, engine_arguments
 from tests.engines.model import Reference
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(230)
 REGISTRY_PORT = free_port()

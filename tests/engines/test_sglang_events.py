@@ -28,9 +28,10 @@ from kvgrpc.events.model import BlockRemoved as Removed
 from kvgrpc.events.model import BlockStored as Stored
 from kvgrpc.server import EventRelay
 from kvgrpc.v1 import event_service_pb2
-from tests.engines.engine import LOCAL, PAGE, Engine, engine_arguments, free_port
+from tests.engines.engine import LOCAL, PAGE, Engine, engine_arguments
 from tests.engines.model import Case, Reference
 from tests.engines.relayed import shown_by_a_relay
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(400)
 END = (-1).to_bytes(8, "big", signed=True)

@@ -18,6 +18,7 @@ from kvgrpc.v1.common_pb2 import TIER_DEVICE, TIER_HOST, TIER_STORAGE
 from tests.engines.engine import LOCAL, PAGE, ROOT, Engine
 from tests.engines.hierarchical import DEVICE_AND_HOST_TOKENS, HOST_RATIO, LONG_PROMPT, ask, cache_address, started
 from tests.engines.model import Case, Reference
+from tests.support.cache_serving import ended
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(500)
@@ -66,13 +67,6 @@ def in_storage_alone(engine: Engine, router: SyncClient, case: Case) -> bool:
     assert engine.is_empty()
     found = router.lookup(pages(case))
     return (found.device_pages, found.host_pages, found.storage_pages) == (0, 0, PAGES)
-
-
-def ended(router: SyncClient, operation: proto.CacheOperation) -> proto.CacheOperation:
-    for message in router.watch_operations([operation.operation_id]):
-        for each in message.operations:
-            operation = each
-    return operation
 
 
 def drive_out(engine: Engine, reference: Reference) -> None:

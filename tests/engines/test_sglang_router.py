@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 
-from tests.engines.engine import LOCAL, Engine, free_port
+from tests.engines.engine import LOCAL, Engine
 from tests.engines.model import Case, Reference
 from tests.engines.scripts import WITHOUT_GPU, Script, post
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(1000)
 # docs/engines/sglang.md, "Faults": prefill ends a request of a dead decode after 10 s, and the router tries again, with

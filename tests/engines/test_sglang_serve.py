@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.client import SyncClient
-from tests.engines.engine import LOCAL, Engine, free_port
+from tests.engines.engine import LOCAL, Engine
 from tests.engines.model import Case, Reference
 from tests.engines.scripts import WITHOUT_GPU, Script, run
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(400)
 

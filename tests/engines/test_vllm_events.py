@@ -26,10 +26,11 @@ from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.server import EventRelay
 from kvgrpc.v1 import event_service_pb2
-from tests.engines.engine import LOCAL, free_port
+from tests.engines.engine import LOCAL
 from tests.engines.model import Case, Reference
 from tests.engines.relayed import shown_by_a_relay
 from tests.engines.vllm_engine import BLOCK, CONNECTOR, VllmEngine, vllm_arguments
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(900)
 # Without it the hashes of blocks begin with a random number.

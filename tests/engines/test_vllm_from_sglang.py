@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from kvgrpc.transfer import room_from_transfer_id
-from tests.engines.engine import LOCAL, SGLANG_PYTHON, Engine, Request, Sglang, engine_arguments, free_port
+from tests.engines.engine import LOCAL, SGLANG_PYTHON, Engine, Request, Sglang, engine_arguments
 from tests.engines.model import Case, Reference
 from tests.engines.vllm_engine import BLOCK, CONNECTOR, VllmEngine, vllm_arguments
+from tests.support.ports import free_port
 
 pytestmark = [
     pytest.mark.timeout(700),

@@ -16,11 +16,12 @@ from kvgrpc.hashing import each_block_hash, page_hashes, sglang_event_hash
 from kvgrpc.server import IndexServer, RegistryServer
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1 import prefetch_service_pb2
-from tests.engines.engine import LOCAL, SGLANG_PYTHON, Engine, free_port
+from tests.engines.engine import LOCAL, SGLANG_PYTHON, Engine
 from tests.engines.kinds import PAGE, PAGES, PROMPT, ask, cache_of, open_sglang, taken_by, wait_ready
 from tests.engines.model import Case, Reference
 from tests.engines.vllm_pulling import has, opened
 from tests.support.native_index import NativeIndex
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 pytestmark = [

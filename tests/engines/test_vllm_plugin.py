@@ -17,9 +17,10 @@ from kvgrpc.engines import vllm_plugin
 from kvgrpc.engines.vllm.events import KvGrpcPublisher
 from kvgrpc.errors import FeatureDisabled
 from kvgrpc.v1 import event_service_pb2
-from tests.engines.engine import LOCAL, free_port
+from tests.engines.engine import LOCAL
 from tests.engines.model import Reference
 from tests.engines.vllm_engine import BLOCK, VllmEngine, vllm_arguments
+from tests.support.ports import free_port
 
 RANK = 1  # a second replica, whose ports are the next ones
 

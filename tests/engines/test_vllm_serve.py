@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.client import SyncClient
-from tests.engines.engine import LOCAL, free_port
+from tests.engines.engine import LOCAL
 from tests.engines.model import Reference
 from tests.engines.scripts import EXAMPLES, Script, get, post
 from tests.engines.vllm_engine import BLOCK, VllmEngine
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(500)
 # docs/engines/vllm.md, "On a machine without a GPU".

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.engines.vllm.scheduler import UNUSED
-from tests.engines.engine import Engine, free_port
+from tests.engines.engine import Engine
 from tests.engines.model import Case, Reference
 from tests.engines.vllm_engine import BLOCK, CONNECTOR, VllmPair
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(900)
 # What the toy proxy asks prefill.

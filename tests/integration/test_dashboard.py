@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from kvgrpc.server import IndexServer, RegistryServer
-from tests.support.etcd import free_port
+from tests.support.ports import free_port
 from tests.support.rank_host import RankHost
 from tests.support.waiting import wait_until
 

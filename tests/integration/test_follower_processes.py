@@ -10,7 +10,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from kvgrpc.rpc.options import SERVER_OPTIONS
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
 from tests.support import waiting
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60.0
@@ -123,12 +123,6 @@ def same(follower: EventFollower, truth: dict[str, Any]) -> bool:
     found = {block for block in range(HASHES) if follower.media_of(block)}
     assert found == set(truth["held"])
     return follower.state is FollowerState.CURRENT
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class PublishingCache:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.etcd import free_port
 from tests.support.pairs import (
     BOTH_PLANES,
     FAILED,
@@ -25,6 +24,7 @@ from tests.support.pairs import (
     no_open_writes,
     prefill_sees,
 )
+from tests.support.ports import free_port
 from tests.support.rank_host import RankProcess
 from tests.support.waiting import wait_until
 

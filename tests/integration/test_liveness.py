@@ -15,7 +15,7 @@ import pytest
 from kvgrpc.client import ClientSecurity
 from kvgrpc.rpc.security import ServerSecurity
 from tests.support.certificates import OPENSSL, Authority
-from tests.support.etcd import free_port
+from tests.support.ports import free_port
 from tests.support.rank_host import RankProcess
 from tests.support.waiting import wait_until
 

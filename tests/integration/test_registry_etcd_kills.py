@@ -16,8 +16,9 @@ from kvgrpc.model import Layout
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
-from tests.support.etcd import ETCD, Etcd, free_port, running_etcd
+from tests.support.etcd import ETCD, Etcd, running_etcd
 from tests.support.mirrored import known_engines
+from tests.support.ports import free_port
 from tests.support.registry_builders import row
 from tests.support.registry_serving import dial
 from tests.support.waiting import until

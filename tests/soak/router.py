@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +31,7 @@ from tests.soak.orders import (
     heads_of,
 )
 from tests.soak.verdict import KILLED, Plan, Result, Room
+from tests.support.ports import free_port
 
 OPEN_SECONDS = 150.0  # seven processes, on a busy machine
 IDLE_SECONDS = 30.0
@@ -68,7 +68,7 @@ class Router:
         self._measured: dict[str, list[Resources]] = {}
         self._stopped: tuple[Node, float] | None = None
         self._registry_until = 0.0  # it is away, or knows only some of the ranks
-        self._address = f"127.0.0.1:{_free_port()}"
+        self._address = f"127.0.0.1:{free_port()}"
         self._registry = Node("registry", logs / "registry", rank_process.serve_registry, lambda: (self._address,))
         self._prefills = [self._engine("P1", "PREFILL", 1), self._engine("P2", "PREFILL", 2)]
         self._decodes = [self._engine("D1", "DECODE", 1), self._engine("D2", "DECODE", 2)]
@@ -356,9 +356,3 @@ class Router:
                 return False
             time.sleep(0.005)
         return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

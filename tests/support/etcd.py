@@ -6,12 +6,13 @@ import contextlib
 import http.client
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.support.ports import free_port
 
 ETCD = shutil.which("etcd")
 
@@ -96,10 +97,3 @@ def running_etcd(*, fsync: bool = False) -> Iterator[Etcd]:
             yield etcd
         finally:
             etcd.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import time
@@ -38,6 +37,7 @@ from kvgrpc.model import RankId, RankRef, new_epoch
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
+from tests.support.ports import free_port
 from tests.support.prefix_cache import PrefixCache, hash_of, requests
 
 ROOT = Path(__file__).parents[2]
@@ -131,14 +131,6 @@ def publisher(**settings: Any) -> Iterator[Publisher]:
     finally:
         if started.process.poll() is None:
             started.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    assert isinstance(port, int)
-    return port
 
 
 async def healed(follower: EventFollower, content: Content, next_sequence: int) -> float:

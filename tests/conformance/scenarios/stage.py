@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from tests.conformance.scenarios.refusing import Refusing
 from tests.support.cache_serving import LIMITS, PAGE_TOKENS, hashes_of, open_cache_rank, prompt
 from tests.support.certificates import Authority
 from tests.support.faults.storage import Fault, FaultyBackend, memory_backend
+from tests.support.ports import free_port
 from tests.support.rank_host import RankProcess
 from tests.support.waiting import wait_until
 
@@ -255,12 +255,6 @@ def _stored(hashes: Sequence[int], medium: str) -> dict[str, Any]:
 
 def _batch(event: dict[str, Any]) -> bytes:
     return msgspec.msgpack.encode([time.time(), [event], 0])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 SCENARIOS = json.loads((Path(__file__).parent / "scenarios.json").read_text())

@@ -24,8 +24,8 @@ from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
 from tests.support.cache_serving import LIMITS, SHAPE, CacheRank, ended, hashes_of, open_cache_rank, prompt
-from tests.support.etcd import free_port
 from tests.support.faults.storage import Fault, FaultyBackend
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 

@@ -28,7 +28,7 @@ from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
 from kvgrpc.wire import layout_to_pb, rank_ref_to_pb
-from tests.support.cache_serving import LIMITS, REPLICATED, SHAPE, CacheRank, hashes_of, open_cache_rank, prompt
+from tests.support.cache_serving import LIMITS, REPLICATED, SHAPE, CacheRank, ended, hashes_of, open_cache_rank, prompt
 from tests.support.waiting import until, wait_until
 
 # For a vote that never comes; where one comes, a busy machine may need longer.
@@ -89,13 +89,6 @@ def nothing_is_locked(replica: Replica) -> None:
         wait_until(lambda rank=rank: not rank.manager.controller.book.open())  # type: ignore[misc]
         counts = rank.manager.host.table.counts()
         assert (counts["reserved"], counts["read"]) == (0, 0)
-
-
-def ended(client: SyncClient, operation: pb.CacheOperation) -> pb.CacheOperation:
-    for message in client.watch_operations([operation.operation_id]):
-        for each in message.operations:
-            operation = each
-    return operation
 
 
 def ends(*operations: Operation) -> list[tuple[str, int]]:

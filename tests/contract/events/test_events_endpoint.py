@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from typing import Any
 
 import grpc
@@ -19,12 +18,7 @@ from kvgrpc.server.rank import opening
 from kvgrpc.server.rank.opening import dialled_endpoint
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.support.ports import free_port
 
 
 def endpoints(**settings: Any) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.v1 import common_pb2, registry_service_pb2
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
-from tests.support.etcd import free_port
+from tests.support.ports import free_port
 from tests.support.serving import failure
 
 CAME_FROM = "127.0.0.2"
