@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvgrpc.errors import Failure, FeatureDisabled, ServerDraining, StorageFailed, WrongRank
 from kvgrpc.hashing import page_hashes, storage_seed
@@ -29,6 +30,9 @@ from kvgrpc.prefetch.storage.keys import Keys, PageIdentity
 from kvgrpc.prefetch.tree.cache import TieredCache
 from kvgrpc.prefetch.tree.keeper import leading_by_tier
 
+if TYPE_CHECKING:
+    from kvgrpc.prefetch.copies.engine import CopyEngine
+
 _log = logging.getLogger(__name__)
 
 
@@ -52,58 +56,60 @@ class PrefetchManager:
         self._lines = RateLimited(_log)
         self.role = role
         self.layout = layout or Layout()
+        self.leader_address = config.leader
         self.namespace = _namespace(config, rank.rank, self.layout)
-        self.host = HostPool(config.shape, config.host_pages, config.host_layout)
         self.keys = keys_of(config, self.namespace)
-        self._own_storage = isinstance(config.storage, str)
-        self.storage = _storage_of(config)
-        self.cache = (
-            None
-            if config.own_radix_cache
-            else TieredCache(
-                self.host,
-                write_policy=config.write_policy,
-                write_hits=config.write_hits,
-                backup=config.backup,
-                listener=config.listener,
-            )
-        )
         self.leader: LeaderAgreement | None = None
         self.joined: JoinedAgreement | None = None
-        self.agreement = self._agreement()
-        self.copies = None
+        self.cache: TieredCache | None = None
+        self.copies: CopyEngine | None = None
+        self.storage: StorageBackend | None = None
+        self._own_storage = isinstance(config.storage, str)
+        self._draining = False
+        self._closed = False
+        self.host = HostPool(config.shape, config.host_pages, config.host_layout)
         try:
-            if config.device is not None:
-                from kvgrpc.prefetch.copies.engine import CopyEngine
-                from kvgrpc.prefetch.copies.paths import IoBackend
-
-                on_ack = None if self.cache is None else self.cache.on_ack
-                backend = IoBackend(config.io_backend)
-                self.copies = CopyEngine(config.device, self.host, backend=backend, on_ack=on_ack)
-            self.controller = CacheController(
-                self.host,
-                self.storage,
-                lambda page_hash, extra_key: self.keys.of(page_hash, extra_key=extra_key),
-                keeper=config.keeper if self.cache is None else self.cache,
-                agreement=self.agreement,
-                limits=config.limits,
-                writes=self._writes(),
-            )
+            self._open(config)
         except BaseException:
             self._close_parts(1.0)
             raise
-        if self.cache is not None:
-            self.cache.copies = self.copies
-            self.cache.attach(self.controller)
         # Whoever listens makes a backend look for the key of every page that goes: only where somebody hears of it.
         self._end_listening = (
             None if self.storage is None or config.listener is None else self.storage.on_removed(self._storage_removed)
         )
         tells_of_clears = config.listener is not None and self._end_listening is None
         self.purger = Purger(self.cache, self.controller, self.keys, self._tell_removed, tells_of_clears)
-        self.leader_address = config.leader
-        self._draining = False
-        self._closed = False
+
+    def _open(self, config: PrefetchConfig) -> None:
+        """The parts behind the host pool; what was opened is in its place where one of them cannot be."""
+        self.storage = _storage_of(config)
+        if not config.own_radix_cache:
+            self.cache = TieredCache(
+                self.host,
+                write_policy=config.write_policy,
+                write_hits=config.write_hits,
+                backup=config.backup,
+                listener=config.listener,
+            )
+        self.agreement = self._agreement()
+        if config.device is not None:
+            from kvgrpc.prefetch.copies.engine import CopyEngine
+            from kvgrpc.prefetch.copies.paths import IoBackend
+
+            on_ack = None if self.cache is None else self.cache.on_ack
+            self.copies = CopyEngine(config.device, self.host, backend=IoBackend(config.io_backend), on_ack=on_ack)
+        self.controller = CacheController(
+            self.host,
+            self.storage,
+            lambda page_hash, extra_key: self.keys.of(page_hash, extra_key=extra_key),
+            keeper=config.keeper if self.cache is None else self.cache,
+            agreement=self.agreement,
+            limits=config.limits,
+            writes=self._writes(),
+        )
+        if self.cache is not None:
+            self.cache.copies = self.copies
+            self.cache.attach(self.controller)
 
     @property
     def limits(self) -> PrefetchLimits:
