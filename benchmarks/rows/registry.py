@@ -1,4 +1,6 @@
-"""registry.*: a whole cluster registers, and everybody who follows it sees a change."""
+"""registry.*: a whole cluster registers, and everybody who follows it sees a change. ``limit.registry.*``: the same
+connections, calls and streams by gRPC alone.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,14 @@ import asyncio
 import random
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import psutil
 
 from benchmarks.baselines.bootstrap import BootstrapServer
+from benchmarks.baselines.echo import EchoServer, questions_and_streams
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.rounds import Benchmark, Figures
 from benchmarks.harness.table import Metric, Target
@@ -20,11 +25,14 @@ STORM = "registry.storm"
 FAN_OUT = "registry.storm.fan_out"
 MEMORY = "registry.storm.bytes_per_rank"
 KEEPALIVE = "registry.keepalive"
+LIMITS = {STORM: f"limit.{STORM}", KEEPALIVE: f"limit.{KEEPALIVE}"}
 RANKS_PER_NODE = 8
 REGIONS = 64
 AT_ONCE = 64
 CONNECTIONS = 50
 SERVER, RANKS, LOOP = "server", "ranks", "loop"
+# Of about the bytes that a rank's row and its lease have.
+ROW, LEASE = bytes(2_000), bytes(12)
 # As ranks with a TTL of 10 s renew; the leases themselves live longer, so that a slow machine loses none.
 RENEW_SECONDS, LEASE_SECONDS = 10.0 / 3, 120.0
 KEEPALIVE_SECONDS = 3.0
@@ -42,34 +50,56 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
             ours=lambda: Ours(plan),
             baseline=lambda: Seed(plan),
             warm_ups=0,
-        )
+        ),
+        Benchmark(
+            metrics=(
+                Metric(LIMITS[STORM], "ranks/s", "higher", "seed HTTP bootstrap"),
+                Metric(LIMITS[KEEPALIVE], "renewals/s", "higher", "seed: registers again"),
+            ),
+            ours=lambda: Bare(plan),
+            baseline=lambda: Seed(plan, LIMITS),
+            warm_ups=0,
+        ),
     ]
 
 
 class _Storm:
-    """A server and the cluster, in a process each. Each turn begins with an empty server."""
+    """A server and the cluster, in a process each. Each turn begins with an empty server. ``names``: of the figures
+    that are wanted, where they are others."""
 
-    def __init__(self, name: str, plan: Plan, open_server: Any, register: Any, follow: Any, renew: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        plan: Plan,
+        open_server: Any,
+        register: Any,
+        follow: Any,
+        renew: Any,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
         self._plan = plan
         self._open, self._register, self._follow, self._renew = open_server, register, follow, renew
         self._name = name
+        self._names = names or {name: name for name in (STORM, FAN_OUT, MEMORY, KEEPALIVE)}
         self._peak = 0
 
     def turn(self) -> Figures:
+        ranks = self._plan.registry_ranks
         server, cluster = Worker(f"{self._name}-server"), Worker(f"{self._name}-cluster")
         try:
             address = server.call(self._open)
             before = psutil.Process(server.pid).memory_info().rss
-            seconds = cluster.call(self._register, address, self._plan.registry_ranks)
+            seconds = cluster.call(self._register, address, ranks)
             grown = psutil.Process(server.pid).memory_info().rss - before
-            fan_out = cluster.call(self._follow, address, self._plan.registry_watchers, self._plan.registry_ranks)
-            renewed = cluster.call(self._renew, address, self._plan.registry_ranks)
+            follows = FAN_OUT in self._names
+            fan_out = cluster.call(self._follow, address, self._plan.registry_watchers, ranks) if follows else 0.0
+            renewed = cluster.call(self._renew, address, ranks)
             self._peak = max(self._peak, server.peak_rss() + cluster.peak_rss())
         finally:
             cluster.close()
             server.close()
-        ranks = self._plan.registry_ranks
-        return {STORM: ranks / seconds, FAN_OUT: fan_out, MEMORY: max(grown, 0) / ranks, KEEPALIVE: renewed}
+        figures = {STORM: ranks / seconds, FAN_OUT: fan_out, MEMORY: max(grown, 0) / ranks, KEEPALIVE: renewed}
+        return {name: figures[what] for what, name in self._names.items()}
 
     def peak_rss(self) -> int:
         return self._peak
@@ -81,14 +111,21 @@ class Ours(_Storm):
     """A connection, a call of Register and a stream a rank; WatchEngines, while every rank renews; then as they can."""
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__("kvgrpc-registry", plan, _open_ours, _register_ours, _follow_ours, _renew_ours)
+        super().__init__("kvgrpc-registry", plan, _open_ours, _register_ours, _follow_ours, _renew_streams)
+
+
+class Bare(_Storm):
+    """As many connections, with a question and a stream each, of a server that only answers."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__("bare-grpc", plan, _open_bare, _register_bare, None, _renew_streams, LIMITS)
 
 
 class Seed(_Storm):
     """One connection and PUT a rank; who wants to know asks."""
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__("seed-bootstrap", plan, _open_seed, _register_seed, _ask_seed, _renew_seed)
+    def __init__(self, plan: Plan, names: Mapping[str, str] | None = None) -> None:
+        super().__init__("seed-bootstrap", plan, _open_seed, _register_seed, _ask_seed, _renew_seed, names)
 
 
 def _open_ours(desk: Desk) -> str:
@@ -120,43 +157,74 @@ def _register_ours(desk: Desk, address: str, ranks: int) -> float:
         row = RankRow(ref, Role.PREFILL, endpoints, layout, (pool,), "mooncake")
         return pb.RegisterRequest(rows=[row_to_pb(row, pools)])
 
-    async def storm() -> float:
-        requests = [request_of(number) for number in range(ranks)]
-        free = asyncio.Semaphore(AT_ONCE)
-        registered: list[_Rank] = desk.items[RANKS]
+    async def register(request: pb.RegisterRequest) -> _Rank:
+        channel = open_channel(address, own_connection=True)
+        stub = RegistryServiceStub(channel)
+        answer = await stub.Register(request, timeout=120)
+        leases = pb.KeepAliveRequest(lease_ids=[lease.lease_id for lease in answer.leases])
+        return _Rank(channel, stub.KeepAlive, leases, lambda answer: not answer.unknown_lease_ids)
 
-        async def register(request: pb.RegisterRequest) -> None:
+    async def check() -> None:
+        async with open_channel(address) as channel:
+            listed = await RegistryServiceStub(channel).ListEngines(pb.ListEnginesRequest())
+        assert [engine.registered_ranks for engine in listed.engines] == [ranks] and listed.engines[0].ready
+
+    took = _storm(desk, [partial(register, request_of(number)) for number in range(ranks)])
+    desk.items[LOOP].run_until_complete(check())
+    return took
+
+
+def _open_bare(desk: Desk) -> str:
+    server = desk.items[SERVER] = EchoServer()
+    return server.address
+
+
+def _register_bare(desk: Desk, address: str, ranks: int) -> float:
+    async def register() -> _Rank:
+        channel, ask, begin = questions_and_streams(address)
+        await ask(ROW)
+        return _Rank(channel, begin, LEASE, lambda answer: answer == LEASE)
+
+    return _storm(desk, [register] * ranks)
+
+
+def _storm(desk: Desk, registrations: Sequence[Callable[[], Awaitable[_Rank]]]) -> float:
+    """Seconds until every rank is registered and was answered on its stream, AT_ONCE ranks at a time."""
+
+    async def storm() -> float:
+        free = asyncio.Semaphore(AT_ONCE)
+
+        async def begin(register: Callable[[], Awaitable[_Rank]]) -> None:
             async with free:
-                channel = open_channel(address, own_connection=True)
-                stub = RegistryServiceStub(channel)
-                answer = await stub.Register(request, timeout=120)
-                registered.append(_Rank(channel, stub, [lease.lease_id for lease in answer.leases]))
-                await registered[-1].renew()
+                rank = await register()
+                await rank.renew()
+                desk.items[RANKS].append(rank)
 
         began = time.perf_counter()
-        await asyncio.gather(*map(register, requests))
-        took = time.perf_counter() - began
-        listed = await registered[0].stub.ListEngines(pb.ListEnginesRequest())
-        assert [engine.registered_ranks for engine in listed.engines] == [ranks] and listed.engines[0].ready
-        return took
+        await asyncio.gather(*map(begin, registrations))
+        return time.perf_counter() - began
 
     desk.items[RANKS], desk.items[LOOP] = [], asyncio.new_event_loop()
     return float(desk.items[LOOP].run_until_complete(storm()))
 
 
 class _Rank:
-    """A rank at its registry: a connection and a stream of its own, and the lease of its one row."""
+    """A rank at its registry: a connection, and a stream on which a request is answered with what is ``right``."""
 
-    def __init__(self, channel: Any, stub: Any, leases: list[int]) -> None:
-        from kvgrpc.v1 import registry_service_pb2 as pb
-
-        self.channel, self.stub = channel, stub
-        self.leases, self._request = leases, pb.KeepAliveRequest(lease_ids=leases)
-        self._call = stub.KeepAlive()
+    def __init__(self, channel: Any, begin: Callable[[], Any], request: object, right: Callable[[Any], bool]) -> None:
+        self.channel = channel
+        self._begin, self._request, self._right = begin, request, right
+        self._call = begin()
 
     async def renew(self) -> None:
         await self._call.write(self._request)
-        assert not (await self._call.read()).unknown_lease_ids
+        assert self._right(await self._call.read())
+
+    async def begin_anew(self) -> None:
+        """On another stream: a renewal that was cancelled may have left an answer behind."""
+        self._call.cancel()
+        self._call = self._begin()
+        await self.renew()
 
     async def keep(self, pause: float) -> None:
         """A message each ``pause`` seconds, from a moment of its own, for ever."""
@@ -216,15 +284,16 @@ def _follow_ours(desk: Desk, address: str, watchers: int, ranks: int) -> float:
     return float(desk.items[LOOP].run_until_complete(follow()))
 
 
-def _renew_ours(desk: Desk, address: str, ranks: int) -> float:
+def _renew_streams(desk: Desk, address: str, ranks: int) -> float:
     """Renewals a second: AT_ONCE ranks at a time, one after the other, each on its own stream."""
 
     async def renew() -> float:
-        # A cancelled renewal may have left an answer behind: each begins anew.
-        idle = deque(_Rank(rank.channel, rank.stub, rank.leases) for rank in desk.items[RANKS])
-        renewed = 0
-        began = time.perf_counter()
-        end = began + KEEPALIVE_SECONDS
+        idle = deque[_Rank](desk.items[RANKS])
+        renewed, end = 0, 0.0
+
+        async def begin_all(left: list[_Rank]) -> None:
+            while left:
+                await left.pop().begin_anew()
 
         async def some() -> None:
             nonlocal renewed
@@ -234,7 +303,14 @@ def _renew_ours(desk: Desk, address: str, ranks: int) -> float:
                 idle.append(rank)
                 renewed += 1
 
-        await asyncio.gather(*(some() for _ in range(min(AT_ONCE, ranks))))
+        async def at_once(what: Callable[[], Awaitable[None]]) -> None:
+            await asyncio.gather(*(what() for _ in range(min(AT_ONCE, ranks))))
+
+        left = list(idle)
+        await at_once(lambda: begin_all(left))
+        began = time.perf_counter()
+        end = began + KEEPALIVE_SECONDS
+        await at_once(some)
         took = time.perf_counter() - began
         await asyncio.gather(*(rank.channel.close() for rank in idle))
         return renewed / took
