@@ -12,6 +12,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import takewhile
+from operator import eq
 from typing import TYPE_CHECKING, Protocol
 
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, TooManyRequests
@@ -315,13 +317,18 @@ class TieredCache:
     def pages_behind(self, hashes: Sequence[str], first: int) -> Pages:
         """Does the same for those behind the ``first`` ones: a prompt that is lent in parts is walked for each part."""
         with self._lock:
-            found, begin = list[int](), 0
+            found, names, begin = list[int](), list[str](), 0
             for node in self._tree.match(hashes).nodes:
                 if node.host is None or node.writing:
                     break
                 found.extend(node.host[max(0, first - begin) :])
+                names.extend(node.hashes[max(0, first - begin) :])
                 begin += len(node)
-            pages = as_pages(found[: max(0, len(hashes) - first)])
+            # The tree believes that a hash is of all before it. A stranger may have named one that is not.
+            asked = list(hashes[first : first + len(names)])
+            if names != asked:
+                del found[sum(1 for _ in takewhile(bool, map(eq, names, asked))) :]
+            pages = as_pages(found)
             self.host.table.read(pages)
             return pages
 

@@ -200,3 +200,20 @@ def test_what_comes_behind_the_beginning_of_a_prompt_is_read_without_it(first: i
         host.table.end_read(found)
     cache.clear()
     assert host.close()
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_no_bytes_are_given_under_a_name_that_is_not_theirs(first: int) -> None:
+    """Whoever lends or writes what a stranger names: wrong bytes would be everybody's under that name."""
+    host = HostPool(PageShape.mha(1, 4, 1, 8, "float16"), 4)
+    cache = TieredCache(host)
+    pages = host.table.take(4)
+    assert not isinstance(pages, NotEnoughPages)
+    host.table.commit(pages)
+    chain = [f"{page:064x}" for page in range(4)]
+    cache.keep(chain, 0, pages, "")
+    foreign = [chain[0], "f" * 64, *chain[2:]]
+    found = cache.pages_behind(foreign, first)
+    assert found.tolist() == {0: [pages[0]], 1: [], 2: pages[2:].tolist()}[first]
+    host.table.end_read(found)
+    assert host.table.counts()["read"] == 0
