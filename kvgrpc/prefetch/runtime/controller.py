@@ -490,7 +490,7 @@ def _limits_of_reads(limits: PrefetchLimits, storage: StorageBackend | None, pag
     """Larger batches where that pays, unless ``batch_pages`` is another number than the default."""
     if not isinstance(storage, HasDearBatches) or limits.batch_pages != PrefetchLimits().batch_pages:
         return limits
-    return replace(limits, batch_pages=max(limits.batch_pages, storage.batch_bytes // page_bytes))
+    return replace(limits, batch_pages=max(limits.batch_pages, min(storage.batch_bytes // page_bytes, MAX_PAGES)))
 
 
 def no_storage() -> FeatureDisabled:

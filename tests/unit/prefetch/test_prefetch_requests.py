@@ -11,9 +11,11 @@ import pytest
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, OperationNotFound, RequestIdReused, TooManyRequests
 from kvgrpc.prefetch.model import NotEnoughPages, OperationState, Stop
 from kvgrpc.prefetch.pools.host import HostPool
+from kvgrpc.prefetch.pools.shape import PageShape
+from kvgrpc.prefetch.protocol.order import MAX_PAGES
 from kvgrpc.prefetch.runtime.controller import CacheController
 from tests.support.controller_rig import LIMITS, SHAPE, Rig, hashes, rig
-from tests.support.faults.storage import HANG, Fault
+from tests.support.faults.storage import HANG, Fault, FaultyBackend, memory_backend
 from tests.support.waiting import wait_until
 
 __all__ = ["rig"]
@@ -183,3 +185,17 @@ class TestDeclining:
             controller.write_storage(hashes(1), pages)
         assert host.table.counts()["read"] == 0
         assert controller.close(5)
+
+
+class DearBatches(FaultyBackend):
+    """Wants megabytes in each."""
+
+    batch_bytes = 16 << 20
+
+
+def test_however_small_a_page_is_a_batch_has_no_more_pages_than_an_operation() -> None:
+    host = HostPool(PageShape.mha(1, 1, 1, 1, "uint8"), 4)
+    controller = CacheController(host, DearBatches(memory_backend()), lambda page_hash, extra_key: page_hash)
+    operation = controller.prefetch(hashes(2))
+    assert operation.limits.batch_pages == MAX_PAGES
+    assert controller.close() and host.close()
