@@ -105,6 +105,12 @@ class RankId(NamedTuple):
         pp, dp = divmod(rest, layout.dp)
         return cls(engine, dp, pp, cp, tp)
 
+    @property
+    def leads(self) -> bool:
+        """True for the first rank of its dp, which tells of the cache and takes orders for it: the others hold parts or
+        copies of the same blocks."""
+        return self.pp == self.cp == self.tp == 0
+
     def __str__(self) -> str:
         return f"{self.engine}/dp{self.dp}/pp{self.pp}/cp{self.cp}/tp{self.tp}"
 

@@ -6,5 +6,5 @@ from kvgrpc.model import RankId
 
 
 def owns_event_stream(rank: RankId) -> bool:
-    """True if it is the one rank of its dp that publishes; the others hold parts or copies of the same blocks."""
-    return rank.pp == rank.cp == rank.tp == 0
+    """True if it is the one rank of its dp that publishes."""
+    return rank.leads

@@ -120,12 +120,6 @@ class PrefetchManager:
         return self.controller.book
 
     @property
-    def leads(self) -> bool:
-        """True if this is the rank that takes starts for its replica."""
-        rank = self.rank.rank
-        return rank.pp == rank.cp == rank.tp == 0
-
-    @property
     def ranks(self) -> int:
         """Ranks of the replica."""
         return self.layout.pp * self.layout.cp * self.layout.tp
@@ -291,7 +285,7 @@ class PrefetchManager:
 
     def _check_start(self, before: Operation | None) -> None:
         """``before``: what the same request began: to ask again what became of it is no start."""
-        if not self.leads:
+        if not self.rank.rank.leads:
             raise WrongRank(
                 f"{self.rank} does not take starts: pp0/cp0/tp0 of its dp does"
                 + (f", at {self.leader_address}" if self.leader_address else ""),
@@ -335,7 +329,7 @@ class PrefetchManager:
             return self.config.agreement
         if self.ranks == 1:
             return AloneAgreement()
-        if self.leads:
+        if self.rank.rank.leads:
             self.leader = LeaderAgreement(self.rank, self.layout, doubt=self.config.limits.doubt_timeout)
             return self.leader
         self.joined = JoinedAgreement(self.rank, self.layout, doubt=self.config.limits.doubt_timeout)

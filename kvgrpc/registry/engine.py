@@ -210,7 +210,7 @@ class _Streams:
 
     def add(self, row: RankRow) -> None:
         rank = row.ref.rank
-        if not (rank.pp or rank.cp or rank.tp):
+        if rank.leads:
             for kind, there in enumerate(_streams_of(row)):
                 self._with[kind] += there
                 if not there:
@@ -218,7 +218,7 @@ class _Streams:
 
     def remove(self, row: RankRow) -> None:
         rank = row.ref.rank
-        if not (rank.pp or rank.cp or rank.tp):
+        if rank.leads:
             for kind, there in enumerate(_streams_of(row)):
                 self._with[kind] -= there
                 self._without[kind].discard(rank.dp)

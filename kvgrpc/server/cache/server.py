@@ -78,11 +78,6 @@ class CacheServer:
         self._closing = False
 
     @property
-    def _leads(self) -> bool:
-        """True at the rank by whose word the whole cache is planned for."""
-        return not (self.rank.rank.pp or self.rank.rank.cp or self.rank.rank.tp)
-
-    @property
     def registered(self) -> bool:
         return self._registration is not None and self._registration.state == "registered"
 
@@ -124,7 +119,7 @@ class CacheServer:
                 CachePeer, config, config.pull, self.rank, lends, backend, lambda: self._listener.draining
             )
             await self._peer.open()
-            if self._leads:
+            if self.rank.rank.leads:
                 self._load.add_pulls(self._peer.add_load)
         bound = await self._listener.start(
             self._add_servicers,
@@ -199,7 +194,7 @@ class CacheServer:
         self._closing = True
         await self.drain(0.0)
         if self._peer is not None:
-            if self._leads:
+            if self.rank.rank.leads:
                 self._load.add_pulls(None)
             await self._peer.close(ClosingTime(deadline))
         await self._listener.stop(min(_GRACE_SECONDS, deadline), deadline)
