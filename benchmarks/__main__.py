@@ -37,6 +37,7 @@ from benchmarks.rows import (
     pull_ttft,
     registry,
     room_sizes,
+    served_index,
     storage,
 )
 
@@ -96,6 +97,7 @@ def all_benchmarks(plan: Plan) -> list[Benchmark]:
         pull_ttft,
         events,
         index,
+        served_index,
         native_index,
         direct_index,
     )

@@ -33,8 +33,7 @@ PACED = {SCORE: (2_500, 250), BATCH: (10_000, 500)}
 
 def benchmarks(plan: Plan) -> list[Benchmark]:
     blocks, seconds = plan.native_index_blocks, plan.native_index_seconds
-    missing = "" if all(path.exists() for path in PROGRAMS.values()) else "not built: make native"
-    sides = {"missing": missing, "warm_ups": 0}
+    sides = {"missing": missing(), "warm_ups": 0}
     return [
         Benchmark(
             metrics=(
@@ -61,6 +60,10 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
             **sides,  # type: ignore[arg-type]
         ),
     ]
+
+
+def missing() -> str:
+    return "" if all(path.exists() for path in PROGRAMS.values()) else "not built: make native"
 
 
 class Program:
@@ -125,11 +128,21 @@ def until_current(address: str) -> None:
 class Asked:
     """An index of a fleet that goes on, asked as fast as can be and then at even distances.
 
-    Both are there for a turn: those of the other side would have their share of the processors meanwhile.
+    Both are there for a turn: those of the other side would have their share of the processors meanwhile. ``ready``
+    returns once whoever listens at an address knows the fleet.
     """
 
-    def __init__(self, start: Start, name: str, batch: int, blocks: int, seconds: float, pace: int) -> None:
-        self._start, self._name, self._batch = start, name, batch
+    def __init__(
+        self,
+        start: Start,
+        name: str,
+        batch: int,
+        blocks: int,
+        seconds: float,
+        pace: int,
+        ready: Callable[[str], None] = until_current,
+    ) -> None:
+        self._start, self._name, self._batch, self._ready = start, name, batch, ready
         self._blocks, self._seconds, self._pace = blocks, seconds, pace
         self._highest = 0
 
@@ -137,7 +150,7 @@ class Asked:
         made = fleet(self._blocks, BATCHES_A_SECOND, "chains")
         index = self._start(made.address)
         try:
-            until_current(index.address)
+            self._ready(index.address)
             fast, paced = self._ask(index.address, 0), self._ask(index.address, self._pace)
             self._highest = max(self._highest, index.rss())
         finally:

@@ -136,7 +136,8 @@ def test_a_run_supports_the_claims_that_its_rows_reach() -> None:
 def test_each_row_of_a_hand_off_and_of_files_with_a_target_has_a_limit() -> None:
     metrics = [metric for benchmark in all_benchmarks(FULL) for metric in benchmark.metrics]
     names = {metric.name for metric in metrics}
-    families = ("control.", "handoff.", "idle.", "engine.", "storage.file.", "prefetch.file", "events.publish_cost.p99")
+    hand_offs = ("control.", "handoff.", "idle.", "engine.")
+    families = (*hand_offs, "storage.file.", "prefetch.file", "events.publish_cost.p99", "index.served.")
     # Of head slices one row tells, of all ways.
     without = ("handoff.head_slice.",)
     aimed = [metric.name for metric in metrics if metric.target != Target() and metric.name.startswith(families)]
