@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from kvgrpc.errors import (
@@ -136,9 +136,9 @@ class PrefetchServicer(PrefetchServiceServicer):
         with self._listening() as wake:
             seen = book.revision
             wanted = {operation.operation_id for operation in named}
-            left = set(wanted)
-            for message in self._chunks(named or (book.open() if request.open_only else book.all())):
-                left.difference_update(each.operation_id for each in message.operations if each.quiescent)
+            # Those that were told of, and not of their end.
+            left: dict[str, Operation] = {}
+            for message in self._chunks(named or (book.open() if request.open_only else book.all()), left):
                 yield message
             yield pb.WatchOperationsResponse(complete=True)
             while left or not wanted:
@@ -148,8 +148,9 @@ class PrefetchServicer(PrefetchServiceServicer):
                 await asyncio.sleep(_COALESCE_SECONDS if woken else 0)
                 seen, before = book.revision, seen
                 changed = [each for each in book.changed_since(before) if not wanted or each.operation_id in wanted]
-                for message in self._chunks(changed):
-                    left.difference_update(each.operation_id for each in message.operations if each.quiescent)
+                # The book may have forgotten one since it ended.
+                changed += [each for each in left.values() if each.ended and each not in changed]
+                for message in self._chunks(changed, left):
                     yield message
                 if not woken:
                     yield pb.WatchOperationsResponse()
@@ -248,15 +249,21 @@ class PrefetchServicer(PrefetchServiceServicer):
     def _to_pb(self, operation: Operation, *, with_pages: bool = True) -> pb.CacheOperation:
         return wire.operation_to_pb(self._cache.book.row(operation, with_pages=with_pages), time.time())
 
-    def _chunks(self, operations: list[Operation]) -> Iterator[pb.WatchOperationsResponse]:
-        """Page by page only for what has ended: what runs is told many times."""
-        message, left = pb.WatchOperationsResponse(), _BYTES_OF_A_MESSAGE
+    def _chunks(
+        self, operations: Sequence[Operation], left: dict[str, Operation]
+    ) -> Iterator[pb.WatchOperationsResponse]:
+        """Page by page only for what has ended: what runs is told many times. ``left`` has those that go on."""
+        message, room = pb.WatchOperationsResponse(), _BYTES_OF_A_MESSAGE
         for each in operations:
             row = self._to_pb(each, with_pages=each.ended)
-            left -= row.ByteSize()
-            if message.operations and (left < 0 or len(message.operations) == _OPERATIONS_OF_A_MESSAGE):
+            if row.quiescent:
+                left.pop(each.operation_id, None)
+            else:
+                left[each.operation_id] = each
+            room -= row.ByteSize()
+            if message.operations and (room < 0 or len(message.operations) == _OPERATIONS_OF_A_MESSAGE):
                 yield message
-                message, left = pb.WatchOperationsResponse(), _BYTES_OF_A_MESSAGE - row.ByteSize()
+                message, room = pb.WatchOperationsResponse(), _BYTES_OF_A_MESSAGE - row.ByteSize()
             message.operations.append(row)
         if message.operations:
             yield message

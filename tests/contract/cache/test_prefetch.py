@@ -18,7 +18,9 @@ from kvgrpc.errors import (
     RequestIdReused,
     TooManyRequests,
 )
+from kvgrpc.prefetch.model import OperationKind
 from kvgrpc.prefetch.storage import open_backend
+from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.status import error_from
 from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import prefetch_service_pb2 as pb
@@ -167,6 +169,37 @@ class TestPrefetch:
         with pytest.raises(InvalidRequest) as refused:
             client.start_prefetch(pages, **order)
         assert refused.value.metadata["field"] == field
+
+
+def test_a_watch_hears_of_an_end_that_is_forgotten_by_then(tmp_path: Path) -> None:
+    """So many others ended since its last look. Whoever waits for that one would wait for ever."""
+    storage, gate, held = (
+        FaultyBackend(open_backend("file", {"path": str(tmp_path)})),
+        threading.Event(),
+        threading.Event(),
+    )
+    cache = open_cache_rank(tmp_path, storage, limits=replace(LIMITS, remembered=1))
+    slow = hashes_of(prompt(6))
+    storage.fault = lambda call, key: Fault() if slow[0] in key and not gate.wait(30.0) else None
+    with SyncClient(cache.address) as client, ThreadPoolExecutor(1) as beside:
+        try:
+            begun = client.start_prefetch(pb.PromptPages(tokens=prompt(6)))
+            messages = client.watch_operations([begun.operation_id])
+            while not next(messages).complete:
+                pass
+            LoopThread.shared().loop.call_soon_threadsafe(held.wait, 30.0)
+            gate.set()
+            assert cache.manager.book.get(begun.operation_id).wait(20.0)
+            for first in (100, 200):
+                assert cache.start(OperationKind.PREFETCH, hashes_of(prompt(6, first))).wait(20.0)
+            held.set()
+            told = [each for message in beside.submit(list, messages).result(20.0) for each in message.operations]
+            assert [(each.operation_id, each.quiescent) for each in told] == [(begun.operation_id, True)]
+        finally:
+            gate.set()
+            held.set()
+            cache.close()
+            assert storage.close(20.0)
 
 
 class TestWatching:
