@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, WrongRank
-from kvgrpc.rpc.within import check_seconds, within
+from kvgrpc.rpc.within import check_seconds
 from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.types import MAX_ROOM, POLL_FAILED, POLL_SUCCESS, KVPoll, RoomKey
 from kvgrpc.transfer.runtime.boundary import EngineHandle, Runtime
@@ -90,7 +90,12 @@ class TransferHandle:
         """
         check_seconds("timeout", max(timeout, 0.0), math.inf)
         end, news = time.monotonic() + timeout, threading.Event()
-        with self._woken(news.set):
+
+        def wake() -> None:
+            if self._is_at(until):
+                news.set()
+
+        with self._woken(wake):
             while not self._reached(until) and (left := end - time.monotonic()) > 0:
                 news.wait(min(left, threading.TIMEOUT_MAX))
                 news.clear()
@@ -100,12 +105,18 @@ class TransferHandle:
         """Waits as ``wait`` does, on the engine's own asyncio loop."""
         check_seconds("timeout", max(timeout, 0.0), math.inf)
         loop, news = asyncio.get_running_loop(), asyncio.Event()
-        end = loop.time() + timeout
-        with self._woken(lambda: loop.call_soon_threadsafe(news.set)):
-            while not self._reached(until) and (left := end - loop.time()) > 0:
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await within(left, news.wait())
-                news.clear()
+
+        def wake() -> None:
+            if self._is_at(until) or loop.is_closed():  # a closed one raises: it is let go
+                loop.call_soon_threadsafe(news.set)
+
+        with self._woken(wake):
+            if not self._reached(until):
+                late = loop.call_later(max(timeout, 0.0), news.set)
+                try:
+                    await news.wait()
+                finally:
+                    late.cancel()
         return self.poll()
 
     def failure_exception(self) -> None:
@@ -151,6 +162,11 @@ class TransferHandle:
     def _reached(self, until: KVPoll) -> bool:
         poll = self.poll()
         return poll is POLL_FAILED or poll >= until
+
+    def _is_at(self, until: KVPoll) -> bool:
+        """``_reached`` for whoever changed it, who lends nothing: changes that nobody waits for wake nobody."""
+        handle = self._handle
+        return handle.aborted is not None or handle.poll is POLL_FAILED or handle.poll >= until
 
     @contextlib.contextmanager
     def _woken(self, wake: Callable[[], object]) -> Iterator[None]:
