@@ -15,6 +15,7 @@ OTHERWISE = {
     "handoff.few.10000": "limit.throughput",
     "prefetch.file": "limit.prefetch.checksum",
     "prefetch.mooncake": "limit.prefetch.mooncake.backend",
+    "pull.latency.mooncake": "limit.pull.mooncake",
     "pull.latency.shm": "limit.pull.copies",
 }
 

@@ -2,6 +2,7 @@
 
 The baseline moves the same bytes by the bare data plane: no question, no copies on either side, no room.
 ``limit.pull.copies.*``: what a pull over shared memory copies and nothing else, so the most that it can come to.
+``limit.pull.mooncake.*``: a question, a copy, a write and a copy, one after the other, and none of our code.
 """
 
 from __future__ import annotations
@@ -10,21 +11,24 @@ import ctypes
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 
 from benchmarks.baselines.engines import mooncake_is_here
-from benchmarks.harness.plan import KIB, Plan
+from benchmarks.baselines.raw import BareMooncake, Descriptors, allocate_shared, copy
+from benchmarks.harness.plan import KIB, MIB, Plan
 from benchmarks.harness.rounds import Benchmark, Contender, Figures
 from benchmarks.harness.table import Metric, Target
 from benchmarks.harness.worker import Desk, Worker
 from benchmarks.rows.dataplane import RawCopy, RawMooncake
-from benchmarks.sides.memory import Shape
+from benchmarks.sides.memory import Memory, Shape
 
-LATENCY, COPIES = "pull.latency", "limit.pull.copies"
+LATENCY, COPIES, BARE = "pull.latency", "limit.pull.copies", "limit.pull.mooncake"
 # Of a prefetch.
 BATCH_PAGES = 128
 PAGE_BYTES = 32 * KIB
@@ -33,6 +37,8 @@ LARGE_PAGES, LARGE_PAGE_BYTES = 100, 1024 * KIB
 SECONDS = 120.0
 RANK, SERVER = "rank", "registry"
 PLANE, STAGING, SOURCE, DESTINATION = "plane", "staging", "source", "destination"
+ENGINE, CACHE, SERVICE = "engine", "cache", "service"
+BARE_SERVICE, BARE_METHOD = "bench.Pages", "Write"
 
 
 def benchmarks(plan: Plan) -> list[Benchmark]:
@@ -46,6 +52,7 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
             _row(f"shm.{size}", pages, page_bytes, "raw memcpy", RawCopy, ""),
             _row(f"mooncake.{size}", pages, page_bytes, "raw Mooncake", RawMooncake, missing),
             _copies(size, pages, page_bytes),
+            _bare(size, pages, page_bytes, missing),
         )
     ]
 
@@ -78,6 +85,16 @@ def _copies(size: str, pages: int, page_bytes: int) -> Benchmark:
     )
 
 
+def _bare(size: str, pages: int, page_bytes: int, missing: str) -> Benchmark:
+    name, shape = f"{BARE}.{size}", Shape(regions=1, pages=pages, page_bytes=page_bytes, aux_items=1)
+    return Benchmark(
+        metrics=(Metric(name, "GB/s", "higher", "raw Mooncake", Target()),),
+        ours=lambda: BarePull(name, shape),
+        baseline=lambda: RawMooncake(name, shape, 1),
+        missing=missing,
+    )
+
+
 class Copied:
     """Each page three times in one process, a batch at a time: out of the cache, over the plane, into the cache."""
 
@@ -95,6 +112,30 @@ class Copied:
     def close(self) -> None:
         self._worker.call(_close_plane)
         self._worker.close()
+
+
+class BarePull:
+    """A question of bare gRPC; whoever is asked copies its pages into registered memory, has the bare engine write it,
+    and answers; whoever asked copies them out."""
+
+    def __init__(self, name: str, shape: Shape) -> None:
+        self._name, self._nbytes, self._generation = name, shape.region_bytes, 0
+        self._holder, self._taker = Worker("bare-holder"), Worker("bare-taker")
+        landing = self._taker.call(_open_bare, shape)
+        self._holder.call(_open_bare, shape)
+        self._taker.call(_dial_bare, self._holder.call(_serve_bare, *landing))
+
+    def turn(self) -> Figures:
+        self._generation += 1
+        self._holder.call(_fill_bare, self._generation)
+        return {self._name: self._nbytes / self._taker.call(_pull_bare, self._generation) / 1e9}
+
+    def peak_rss(self) -> int:
+        return self._holder.peak_rss() + self._taker.peak_rss()
+
+    def close(self) -> None:
+        self._taker.close()
+        self._holder.close()
 
 
 class Pulled:
@@ -229,3 +270,58 @@ def _buffers(cache: Any, first: int, count: int) -> Iterator[tuple[tuple[int, in
 def _close_plane(desk: Desk) -> None:
     desk.items[STAGING].close(SECONDS)
     desk.items[PLANE].close(1.0)
+
+
+def _open_bare(desk: Desk, shape: Shape) -> tuple[str, int]:
+    desk.items[ENGINE] = engine = BareMooncake()
+    desk.items[CACHE] = Memory(shape, lambda nbytes: allocate_shared(nbytes, desk.items.setdefault("maps", [])))
+    desk.items[STAGING] = address = engine.allocate(shape.region_bytes)
+    return engine.session, address
+
+
+def _serve_bare(desk: Desk, session: str, landing: int) -> str:
+    engine: BareMooncake = desk.items[ENGINE]
+    cache, staging = desk.items[CACHE], desk.items[STAGING]
+    nbytes = cache.shape.region_bytes
+
+    def write(request: bytes, context: grpc.ServicerContext) -> bytes:
+        copy(_in_pieces(cache.regions[0], staging, nbytes, cache.shape.page_bytes))
+        engine.write(session, _in_pieces(staging, landing, nbytes, 8 * MIB))
+        return b""
+
+    handlers: dict[str, Any] = {BARE_METHOD: grpc.unary_unary_rpc_method_handler(write)}
+    desk.items[SERVER] = server = grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(BARE_SERVICE, handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    return f"127.0.0.1:{port}"
+
+
+def _dial_bare(desk: Desk, address: str) -> None:
+    channel = grpc.insecure_channel(address)
+    ask: Callable[..., bytes] = channel.unary_unary(f"/{BARE_SERVICE}/{BARE_METHOD}")
+    desk.items[SERVICE] = ask
+    ask(b"", timeout=SECONDS)  # connects, and finds the fastest way to write
+
+
+def _fill_bare(desk: Desk, generation: int) -> None:
+    cache: Memory = desk.items[CACHE]
+    cache.fill(generation, np.arange(cache.shape.pages))
+
+
+def _pull_bare(desk: Desk, generation: int) -> float:
+    cache: Memory = desk.items[CACHE]
+    pages, nbytes = np.arange(cache.shape.pages), cache.shape.region_bytes
+    cache.poison(pages)
+    began = time.perf_counter()
+    desk.items[SERVICE](b"", timeout=SECONDS)
+    copy(_in_pieces(desk.items[STAGING], cache.regions[0], nbytes, cache.shape.page_bytes))
+    seconds = time.perf_counter() - began
+    cache.check(generation, pages, pages)
+    return seconds
+
+
+def _in_pieces(source: int, destination: int, nbytes: int, piece: int) -> Descriptors:
+    firsts = range(0, nbytes, piece)
+    lengths = [min(piece, nbytes - first) for first in firsts]
+    return [source + first for first in firsts], [destination + first for first in firsts], lengths

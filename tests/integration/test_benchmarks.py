@@ -144,6 +144,7 @@ def test_each_row_of_a_hand_off_and_of_files_with_a_target_has_a_limit() -> None
     assert [name for name in aimed if not limit_of(name, names) and not name.startswith(without)] == []
     assert limit_of("handoff.few.10000", names) == "limit.throughput"
     assert limit_of("pull.latency.shm.100", names) == "limit.pull.copies.100"
+    assert limit_of("pull.latency.mooncake.100", names) == "limit.pull.mooncake.100"
     assert limit_of("index.memory", names) is None
 
 
