@@ -82,37 +82,32 @@ class Staging(StagedMemory):
     def copy_in(self, pages: Sequence[int], buffers: Iterable[PageBuffers], to_common: PageAxes | None = None) -> bool:
         """Pages of the cache into staged ones; False, and nothing is read, once it is closed. The interpreter is free
         meanwhile. ``to_common``: axes of the cache's pages, which are staged in the common order."""
-        with self._copying() as may, _between(to_common) as (axes, whole):
-            if axes is None:
-                if may:
-                    staged, cached, nbytes = self._pieces(pages, buffers)
-                    self._copier.copy_whole(cached, staged, nbytes)
-                return may
-            for page, parts in zip(pages, buffers, strict=True) if may else ():
-                to = whole
-                for address, size in parts:
-                    ctypes.memmove(to, address, size)
-                    to += size
-                axes.to_common(whole, self._address + page * self.page_bytes)
-        return may
+        return self._copy(pages, buffers, to_common, inwards=True)
 
     def copy_out(
         self, pages: Sequence[int], buffers: Iterable[PageBuffers], from_common: PageAxes | None = None
     ) -> bool:
         """Staged pages into those of the cache; False, and nothing is written, once it is closed. ``from_common``: as
         of ``copy_in``."""
-        with self._copying() as may, _between(from_common) as (axes, whole):
-            if axes is None:
-                if may:
-                    staged, cached, nbytes = self._pieces(pages, buffers)
-                    self._copier.copy_whole(staged, cached, nbytes)
-                return may
-            for page, parts in zip(pages, buffers, strict=True) if may else ():
-                axes.from_common(self._address + page * self.page_bytes, whole)
-                source = whole
-                for address, size in parts:
-                    ctypes.memmove(address, source, size)
-                    source += size
+        return self._copy(pages, buffers, from_common, inwards=False)
+
+    def _copy(
+        self, pages: Sequence[int], buffers: Iterable[PageBuffers], axes: PageAxes | None, *, inwards: bool
+    ) -> bool:
+        with self._copying() as may, _between(axes) as (moved, whole):
+            if may and moved is None:
+                staged, cached, nbytes = self._pieces(pages, buffers)
+                ways = (cached, staged) if inwards else (staged, cached)
+                self._copier.copy_whole(*ways, nbytes)
+            elif may and moved is not None:
+                for page, parts in zip(pages, buffers, strict=True):
+                    at = self._address + page * self.page_bytes
+                    if inwards:
+                        _gather(parts, whole)
+                        moved.to_common(whole, at)
+                    else:
+                        moved.from_common(at, whole)
+                        _scatter(whole, parts)
         return may
 
     def _pieces(self, pages: Sequence[int], buffers: Iterable[PageBuffers]) -> tuple[U64Array, U64Array, U64Array]:
@@ -151,6 +146,18 @@ class CommonLanding:
 
     def copy_out(self, slots: Sequence[int], buffers: Iterable[PageBuffers]) -> bool:
         return self._staging.copy_out(slots, buffers, self._axes)
+
+
+def _gather(parts: PageBuffers, whole: int) -> None:
+    for address, nbytes in parts:
+        ctypes.memmove(whole, address, nbytes)
+        whole += nbytes
+
+
+def _scatter(whole: int, parts: PageBuffers) -> None:
+    for address, nbytes in parts:
+        ctypes.memmove(address, whole, nbytes)
+        whole += nbytes
 
 
 @contextlib.contextmanager
@@ -203,10 +210,7 @@ class StagedShares(StagedMemory):
                 place(self._moves, range(first, first + self._shares * self.page_bytes, self.page_bytes), whole)
                 if axes is not None:
                     axes.from_common(whole, ordered)
-                source = ordered or whole
-                for address, nbytes in parts:
-                    ctypes.memmove(address, source, nbytes)
-                    source += nbytes
+                _scatter(ordered or whole, parts)
         return may
 
     def use(self) -> StagingUse:

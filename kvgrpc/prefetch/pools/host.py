@@ -51,6 +51,12 @@ class HostPool:
         self._memory: Bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.address = int(self._memory.ctypes.data)
         self.nbytes = size
+        # Of page 0, and how far the next page is: each page of each read and write is asked for.
+        self._pieces = [
+            (address, block.page_stride, nbytes)
+            for block, start in zip(self.blocks, starts, strict=True)
+            for address, nbytes in _first_page(block, self.address + start, shape.layers)
+        ]
 
     @property
     def ranges(self) -> tuple[MemoryRange, ...]:
@@ -64,11 +70,7 @@ class HostPool:
 
     def page_buffers(self, page: int) -> tuple[tuple[int, int], ...]:
         """(address, bytes) of each piece of a page, in the order in which ``flat`` puts them."""
-        return tuple(
-            piece
-            for number, block in enumerate(self.blocks)
-            for piece in _pieces(block, self.address + self._starts[number], page, self.shape.layers)
-        )
+        return tuple([(address + page * stride, nbytes) for address, stride, nbytes in self._pieces])
 
     def flat(self, page: int) -> Bytes:
         """A copy of a page's bytes, component after component and layer after layer as the layout has them."""
@@ -103,11 +105,10 @@ class HostPool:
         return self._map is None
 
 
-def _pieces(block: ComponentBlock, start: int, page: int, layers: int) -> list[tuple[int, int]]:
-    address = start + page * block.page_stride
+def _first_page(block: ComponentBlock, start: int, layers: int) -> list[tuple[int, int]]:
     if block.page_stride == layers * block.component.layer_bytes:
-        return [(address, block.page_stride)]
-    return [(address + layer * block.layer_stride, block.row_bytes) for layer in range(layers)]
+        return [(start, block.page_stride)]
+    return [(start + layer * block.layer_stride, block.row_bytes) for layer in range(layers)]
 
 
 def _at(address: int, nbytes: int) -> Bytes:
