@@ -7,6 +7,7 @@ journal and to every Watch. One bad batch becomes a told hole, nothing ends the 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -148,7 +149,10 @@ class JournalingPublisher(EventPublisher):
 
     def publish_raw(self, payload: bytes | bytearray | memoryview) -> bool:
         # A view would show what its owner writes later. What is no bytes at all is told as a hole.
-        return self._queue.put(bytes(payload) if isinstance(payload, bytearray | memoryview) else payload)
+        if isinstance(payload, bytearray | memoryview):
+            with contextlib.suppress(ValueError):  # of a view that was released nothing is left
+                payload = bytes(payload)
+        return self._queue.put(payload)
 
     def fence(self) -> None:
         self._fenced = True

@@ -112,10 +112,16 @@ def test_raw_bytes_are_copied_from_a_buffer() -> None:
         assert live.sent[1] == (1, payload)
 
 
+def released_view() -> memoryview:
+    view = memoryview(b"x")
+    view.release()
+    return view
+
+
 @pytest.mark.parametrize(
     "nonsense",
-    [None, 7, object(), "text", KVEventBatch(1.0, [BlockRemoved([2**64])])],
-    ids=["None", "7", "object", "text", "a hash too large"],
+    [None, 7, object(), "text", released_view(), KVEventBatch(1.0, [BlockRemoved([2**64])])],
+    ids=["None", "7", "object", "text", "a released view", "a hash too large"],
 )
 def test_what_cannot_be_encoded_is_a_hole_and_a_clear(nonsense: object) -> None:
     with publisher() as opened:
