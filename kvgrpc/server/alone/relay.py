@@ -56,8 +56,12 @@ class EventRelay:
         except (ValueError, RecursionError) as error:
             raise InvalidRequest.of("events", str(events)[:200], str(error)) from None
         self._publisher = JournalingPublisher(rank, msgspec.structs.replace(config, publisher="null"))
-        self._relay = Relay(endpoint, self._publisher, replay=replay, topic=topic)
-        self._server = EventServer(self._publisher, [listen], security, call_limits, config.max_watches, self._well)
+        try:
+            self._relay = Relay(endpoint, self._publisher, replay=replay, topic=topic)
+            self._server = EventServer(self._publisher, [listen], security, call_limits, config.max_watches, self._well)
+        except BaseException:
+            self._publisher.shutdown(0.0)
+            raise
 
     def _well(self) -> bool | str:
         return self._relay.healthy or "it does not read the engine's publisher"
@@ -67,12 +71,13 @@ class EventRelay:
         return self._server.address
 
     def open(self) -> EventRelay:
-        """Raises AddressNotAllowed for an address that is taken, or plaintext that others reach."""
+        """Raises AddressNotAllowed for an address that is taken, or plaintext that others reach: nothing stays then."""
         self._relay.open()
         try:
             self._server.open()
         except BaseException:
             self._relay.close()
+            self._publisher.shutdown(0.0)
             raise
         return self
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import threading
 from typing import Any
 
 import grpc
@@ -11,7 +13,7 @@ import pytest
 
 import kvgrpc.dataplane
 from kvgrpc.client import Client, PrefixIndex, SyncClient
-from kvgrpc.errors import InvalidRequest
+from kvgrpc.errors import InvalidRequest, KvGrpcError
 from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.server import EventRelay, RankConfig, open_rank
 from kvgrpc.server.rank import opening
@@ -117,3 +119,16 @@ def test_a_server_of_events_alone_keeps_to_the_readers_that_it_was_given() -> No
 def test_keys_of_a_relay_that_cannot_be_are_refused(events: str) -> None:
     with pytest.raises(InvalidRequest, match="events"):
         EventRelay("127.0.0.1:0", "tcp://127.0.0.1:1", "E", events=events)
+
+
+@pytest.mark.parametrize("listen", ["taken", "no address"])
+def test_a_relay_that_cannot_be_opened_leaves_no_thread(listen: str) -> None:
+    before = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(KvGrpcError):
+        where = f"127.0.0.1:{taken.getsockname()[1]}" if listen == "taken" else listen
+        EventRelay(where, "tcp://127.0.0.1:1", "E").open()
+    # Threads of gRPC and of the loop that all share are not a relay's.
+    stayed = {thread for thread in set(threading.enumerate()) - before if "events" in thread.name}
+    for thread in stayed:
+        thread.join(2.0)
+    assert not [thread.name for thread in stayed if thread.is_alive()]
