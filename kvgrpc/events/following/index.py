@@ -248,18 +248,24 @@ class BlockIndex:
     ) -> Iterator[tuple[BlockSet, Match]]:
         """``nearer``: of each reach but the furthest, where a slot's blocks end; None: where all do."""
         on_device, to_host, to_disk = nearer
+        alike = Match(blocks, blocks, blocks, blocks)
+        is_alike = on_device is None and to_host is None and to_disk is None
         for slot in _each(slots):
             cache = self._caches[slot]
-            if cache is not None:
-                yield (
-                    cache,
-                    Match(
-                        blocks if on_device is None else on_device[slot],
-                        blocks if to_host is None else to_host[slot],
-                        blocks if to_disk is None else to_disk[slot],
-                        blocks,
-                    ),
-                )
+            if cache is None:
+                continue
+            if is_alike:
+                yield cache, alike
+                continue
+            yield (
+                cache,
+                Match(
+                    blocks if on_device is None else on_device[slot],
+                    blocks if to_host is None else to_host[slot],
+                    blocks if to_disk is None else to_disk[slot],
+                    blocks,
+                ),
+            )
 
     def _free_slot(self) -> int:
         for slot, cache in enumerate(self._caches):

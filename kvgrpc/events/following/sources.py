@@ -208,6 +208,7 @@ class SourceTable:
         # Tokens of the best ones, the least first.
         best: list[int] = []
         is_fresh = False
+        asks_all = not (wanted.engines or question.labels or question.model)
         for blocks, caches in self.index.leading(hashes):
             if best and len(best) == wanted.most and best[0] > blocks * self.index.largest_page:
                 break
@@ -218,7 +219,7 @@ class SourceTable:
                         self._owners = {known[2].blocks: known for known in self._known()}
                         is_fresh = True
                     owner = self._owners.get(cache)
-                if owner is None or not _is_asked(owner[0], owner[1], question, wanted):
+                if owner is None or not (asks_all or _is_asked(owner[0], owner[1], question, wanted)):
                     continue
                 one = _found(owner, owner[2].match(match, hashes, 0), wanted, now)
                 if one is None:
@@ -388,9 +389,11 @@ def _is_asked(key: _Key, followed: _Followed, question: Question, wanted: Wanted
 def _found(known: _Asked, match: Match, wanted: Wanted, now: float) -> _Found | None:
     """Returns None where it has nothing, or is not known well enough."""
     key, followed, contents = known
-    if not match.storage or _is_stale(followed.core, wanted.max_staleness, now):
+    core, most, page_tokens = followed.core, wanted.max_staleness, contents.page_tokens
+    device, _, _, storage = match
+    if not storage or (most is not None and _is_stale(core, most, now)):
         return None
-    return -match.storage * (contents.page_tokens or 1), -match.device, key, match, contents.page_tokens, followed.core
+    return -storage * (page_tokens or 1), -device, key, match, page_tokens, core
 
 
 def _is_stale(core: FollowerCore, most: float | None, now: float) -> bool:
