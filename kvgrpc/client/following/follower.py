@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -75,7 +75,8 @@ class EventFollower:
         self._closing: asyncio.Future[None] | None = None
         self._watches: dict[int, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._changed = asyncio.Event()
+        # While somebody waits.
+        self._changed: asyncio.Event | None = None
         self._frames = LiveFrames(address, self._on_frame) if live else None
         self._lines = RateLimited(_log, lines=1, seconds=LOG_SECONDS)
         self._doubts = 0
@@ -169,6 +170,8 @@ class EventFollower:
 
     async def changed(self) -> None:
         """Waits for the next thing that the publisher says, or that fails."""
+        if self._changed is None:
+            self._changed = asyncio.Event()
         await self._changed.wait()
 
     def _obey(self) -> None:
@@ -195,8 +198,9 @@ class EventFollower:
         if self.core.wake_at is not None:
             delay = max(0.0, self.core.wake_at - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
     def _watch_ended(self, number: int, task: asyncio.Task[None]) -> None:
         wanted = self._watches.pop(number, None) is not None
@@ -284,7 +288,9 @@ class EventFollower:
             core.begun(number, stream.log_id, stream.next_sequence, message.begin.first_sequence, now)
         elif kind == "raw":
             first = message.raw.first_sequence
-            async for begin, payloads in _slices(message.raw.payloads):
+            for begin, payloads in _slices(message.raw.payloads):
+                if begin:
+                    await asyncio.sleep(0)
                 core.batches(number, first + begin, payloads, now)
         elif kind == "dropped":
             core.dropped(number, message.dropped.first_sequence, message.dropped.last_sequence, now)
@@ -300,7 +306,7 @@ class EventFollower:
                 core.snapshot_complete(number, _digest(part.state) if part.HasField("state") else None, now)
 
 
-async def _slices(payloads: Sequence[bytes]) -> AsyncGenerator[tuple[int, Sequence[bytes]], None]:
+def _slices(payloads: Sequence[bytes]) -> Iterator[tuple[int, Sequence[bytes]]]:
     """A message's payloads, as many at a time as a turn of the loop may take, and the number of the first; once at
     least."""
     begin, size = 0, 0
@@ -309,7 +315,6 @@ async def _slices(payloads: Sequence[bytes]) -> AsyncGenerator[tuple[int, Sequen
         if size >= FOLD_BYTES and end + 1 < len(payloads):
             yield begin, payloads[begin : end + 1]
             begin, size = end + 1, 0
-            await asyncio.sleep(0)
     yield begin, payloads[begin:]
 
 
