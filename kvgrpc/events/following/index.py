@@ -7,7 +7,7 @@ Pure: no clock, thread or socket; belongs to one thread. A block that several ca
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ LEAST_GARBAGE = 4096
 SETS_OF_A_CLEAR, MOST_STALE = 64, 64
 # Blocks that come together are looked at together.
 _TOGETHER = 32
+# Of a request so many blocks at a time: most requests begin as others did, and go on as nobody's.
+_LOOKED_UP = 128
 
 # The caches that hold a block, a bit for each, in one number for each medium; without the last ones that are 0.
 Holders = tuple[int, ...]
@@ -222,7 +224,7 @@ class BlockIndex:
         ends: tuple[_Ends, _Ends, _Ends, _Ends] = ([], [], [], [])
         # Most questions of strangers end at their first block.
         is_held = bool(hashes) and hashes[0] in self._numbers
-        for position, number in _changes(list(map(self._numbers.get, hashes if is_held else hashes[:1]))):
+        for position, number in _changes(self._numbers.get, hashes if is_held else hashes[:1]):
             on_device, to_host, to_disk, anywhere = _NOWHERE if number is None else self._reach[number]
             if device & ~on_device:
                 ends[0].append((position, device & ~on_device))
@@ -534,14 +536,20 @@ def _each(slots: int) -> Iterator[int]:
         slots ^= lowest
 
 
-def _changes(numbers: list[int | None]) -> Iterator[tuple[int, int | None]]:
-    """Yields each place where another number comes than before it, and that number."""
-    at, end = 0, len(numbers)
-    while at < end:
-        number = numbers[at]
-        yield at, number
-        at += 1
-        while numbers[at : at + _TOGETHER].count(number) == _TOGETHER:
-            at += _TOGETHER
-        while at < end and numbers[at] == number:
+def _changes(look_up: Callable[[int], int | None], hashes: Sequence[int]) -> Iterator[tuple[int, int | None]]:
+    """Yields each place where another number comes than before it, and that number. Whoever stops where nobody holds
+    anything has not looked up the rest."""
+    before: int | None = -1
+    for begin in range(0, len(hashes), _LOOKED_UP):
+        numbers = list(map(look_up, hashes[begin : begin + _LOOKED_UP]))
+        at, end = 0, len(numbers)
+        while at < end:
+            number = numbers[at]
+            if number != before:
+                yield begin + at, number
+                before = number
             at += 1
+            while numbers[at : at + _TOGETHER].count(number) == _TOGETHER:
+                at += _TOGETHER
+            while at < end and numbers[at] == number:
+                at += 1
