@@ -37,10 +37,10 @@ class Taker:
     silent may still have, are waited for as long. What is taken is staged, so nothing of the cache waits for evidence.
     """
 
-    piece_bytes = 128 << 20
-    """Of one room at most: of a larger batch one piece is copied while another is on its way. Where copies and writes
-    share two cores smaller pieces hide no more than their rooms cost: 100 pages of 1 MiB take less CPU in one room than
-    in two, four or seven, over either plane. Batches of small pages have 16 MiB."""
+    piece_bytes = 64 << 20
+    """Of one room at most: of a larger batch one piece is copied while another is on its way. Smaller pieces cost more
+    CPU than that saves on two cores, over either plane; larger ones save some, but pages count when their room's write
+    has ended, so that two readers over 1 Gbit/s would give up a holder that sends. Batches of small pages: 16 MiB."""
 
     def __init__(
         self,
