@@ -26,7 +26,7 @@ class Claim:
 
 
 CLAIMS = (
-    Claim("own threads, for 50 us (`poll_gives_way`)", README, "engine.poll.p99", Target(value=150)),
+    Claim("It takes 3 us, one in a hundred up to 0.4 ms", README, "engine.poll.p99", Target(value=400)),
     Claim("decode Failed PEER_LOST within 1 s", CASES, "liveness.detect", Target(value=1000)),
     Claim("prefill's death is known within 1 s", LESSONS, "liveness.detect", Target(value=1000)),
     Claim("decode's within 2 s", LESSONS, "liveness.detect.decode", Target(value=2000)),
@@ -50,8 +50,8 @@ CLAIMS = (
     ),
     Claim("one lone room takes up to three times as long", PERFORMANCE, "handoff.control_latency", Target(ratio=0.33)),
     Claim("up to five times beside 31 other pairs", PERFORMANCE, "handoff.pairs.32", Target(ratio=0.2)),
-    Claim("Shared memory moves 0.8 of what memcpy does", PERFORMANCE, "dataplane.shm.1MiB", Target(ratio=0.8)),
-    Claim("Shared memory moves 0.8 of what memcpy does", PERFORMANCE, "dataplane.shm.32KiB", Target(ratio=0.8)),
+    Claim("Shared memory moves 0.6 of what memcpy does", PERFORMANCE, "dataplane.shm.1MiB", Target(ratio=0.6)),
+    Claim("Shared memory moves 0.6 of what memcpy does", PERFORMANCE, "dataplane.shm.32KiB", Target(ratio=0.6)),
     Claim(
         "Replay of batches of 300 B is five times as fast as ROUTER's",
         PERFORMANCE,
