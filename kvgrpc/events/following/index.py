@@ -251,23 +251,15 @@ class BlockIndex:
         """``nearer``: of each reach but the furthest, where a slot's blocks end; None: where all do."""
         on_device, to_host, to_disk = nearer
         alike = Match(blocks, blocks, blocks, blocks)
-        is_alike = on_device is None and to_host is None and to_disk is None
         for slot in _each(slots):
             cache = self._caches[slot]
             if cache is None:
                 continue
-            if is_alike:
+            if on_device is None:  # then no tier between them differs either
                 yield cache, alike
                 continue
-            yield (
-                cache,
-                Match(
-                    blocks if on_device is None else on_device[slot],
-                    blocks if to_host is None else to_host[slot],
-                    blocks if to_disk is None else to_disk[slot],
-                    blocks,
-                ),
-            )
+            to = blocks if to_host is None else to_host[slot], blocks if to_disk is None else to_disk[slot]
+            yield cache, Match(on_device[slot], *to, blocks)
 
     def _free_slot(self) -> int:
         for slot, cache in enumerate(self._caches):
@@ -548,7 +540,6 @@ def _changes(look_up: Callable[[int], int | None], hashes: Sequence[int]) -> Ite
             if number != before:
                 yield begin + at, number
                 before = number
-            at += 1
             while numbers[at : at + _TOGETHER].count(number) == _TOGETHER:
                 at += _TOGETHER
             while at < end and numbers[at] == number:
