@@ -79,7 +79,7 @@ class PairFigures:
         """Those that went well. ``ended``: of ``time.monotonic``; ``seconds``: from the engine's handle to Success."""
         self.since_start.add(seconds, moving_seconds, nbytes)
         numbers = ended // _SLICE_SECONDS
-        for number in np.unique(numbers).tolist():
+        for number in sorted(set(numbers.tolist())):  # np.unique imports numpy.ma at its first call, on the loop
             of_slice = numbers == number
             self._of(int(number)).add(seconds[of_slice], moving_seconds[of_slice], nbytes[of_slice])
 
