@@ -108,14 +108,12 @@ class Lender:
         *,
         common: bool = False,
         most: int | None = None,
-        told: Callable[[Loan], None] = lambda loan: None,
     ) -> Loan | None:
         """Copies ``hashes[first:]`` as far as the host has them and as there is room for. None: nothing is lent.
         ``common``: these are common names, and the copies are in the common order; ``most``: pages, None: all.
-        ``told``: hears of the loan before its pages are copied, so that its taker can open the room meanwhile.
 
         Raises TooManyRequests while everything that this taker may have, or that there is, is lent. Who waits asks each
-        20 ms, and the cache is not read for it. What keeps the pages from being copied ends the room, and is raised.
+        20 ms, and the cache is not read for it.
         """
         self._check_room(taker)
         # An engine pins what is read.
@@ -126,28 +124,22 @@ class Lender:
             if not pages:
                 return None
             staged = self._take(taker, len(pages) if most is None else min(len(pages), most))
-            # A prompt's pages: without this word whoever knows the number of the room may name it.
-            sender = KVSender(self._manager, room=room, decode=taker.rank.engine)
-            sender.init(len(staged))
-            entry = Entry(room, PullDirection.LENT, taker, "", len(hashes) - first, len(staged))
-            self._book.begin(entry)
-            loan = Loan(sender, staged, entry, self._now())
             try:
-                told(loan)
-                self._copy(pages, staged, common)
-                sender.send(staged, is_last=True)
-            except BaseException as error:
-                sender.abort(f"its pages were not copied: {error}")
+                lent = map(self._cache.buffers, pages[: len(staged)])
+                axes = self._common.axes if common and self._common is not None else None
+                if not self._staging.copy_in(staged, lent, axes):
+                    raise ServerDraining("the cache is closing and lends nothing more", retry_after=1.0)
+            except BaseException:
+                self._staging.lending.give_back(staged)
+                self._forget(taker, len(staged))
                 raise
-            finally:
-                loan.copied = True
-        return loan
-
-    def _copy(self, pages: Sequence[int], staged: Sequence[int], common: bool) -> None:
-        """Raises ServerDraining."""
-        axes = self._common.axes if common and self._common is not None else None
-        if not self._staging.copy_in(staged, map(self._cache.buffers, pages[: len(staged)]), axes):
-            raise ServerDraining("the cache is closing and lends nothing more", retry_after=1.0)
+        # A prompt's pages: without this word whoever knows the number of the room may name it.
+        sender = KVSender(self._manager, room=room, decode=taker.rank.engine)
+        sender.init(len(staged))
+        sender.send(staged, is_last=True)
+        entry = Entry(room, PullDirection.LENT, taker, "", len(hashes) - first, len(staged))
+        self._book.begin(entry)
+        return Loan(sender, staged, entry, self._now())
 
     async def settle(self, loan: Loan) -> None:
         """Waits until the room has ended, and gives its pages back by evidence."""
@@ -171,7 +163,7 @@ class Lender:
         sender.close()
         entry.done = entry.lent if sender.failure is None else sender.pages_done
         self._forget(entry.peer, entry.lent)
-        self._staging.lending.retire(loan.pages, lambda: loan.copied and sender.release_safe)
+        self._staging.lending.retire(loan.pages, lambda: sender.release_safe)
         self._book.end(entry, sender.failure)
 
     def _own(self, hashes: Sequence[str], common: bool) -> Sequence[str]:
@@ -208,10 +200,9 @@ class Lender:
 
 @dataclass(eq=False, slots=True)
 class Loan:
-    """Pages on their way to one taker. ``copied``: nobody writes them any more."""
+    """Pages on their way to one taker."""
 
     sender: KVSender
     pages: Sequence[int]
     entry: Entry
     lent_at: float
-    copied: bool = False

@@ -120,7 +120,7 @@ class PullServicer(PullServiceServicer):
             self._waiting.add(returned)
             most = self._piece if self._hands_off() else None
             try:
-                return await self._blocking.run_telling(partial(self._lend, request, taker, common, loop, most))
+                return await self._blocking.run(partial(self._lend, request, taker, common, loop, most))
             except TooManyRequests:
                 if loop.time() >= end:
                     raise
@@ -155,21 +155,17 @@ class PullServicer(PullServiceServicer):
         common: bool,
         loop: asyncio.AbstractEventLoop,
         most: int | None,
-        tell: Callable[[int | None], None],
     ) -> int | None:
         """On a thread; None: the prompt that was counted is not known. The loan is settled whether or not the caller
-        still waits for the answer, which it gets while pages are copied."""
+        still waits for the answer."""
         hashes = self._hashes(request)
         if hashes is None:
             return None
-
-        def told(loan: Loan) -> None:
-            loop.call_soon_threadsafe(lambda: background(self._settle(loan), f"loan {request.room}"))
-            tell(len(loan.pages))
-
-        first, room = request.first_page, request.room
-        loan = self._lender.lend(hashes, first, room, taker, common=common, most=most, told=told)
-        return 0 if loan is None else len(loan.pages)
+        loan = self._lender.lend(hashes, request.first_page, request.room, taker, common=common, most=most)
+        if loan is None:
+            return 0
+        loop.call_soon_threadsafe(lambda: background(self._settle(loan), f"loan {request.room}"))
+        return len(loan.pages)
 
     def _hashes(self, request: pb.LendPagesRequest) -> Sequence[str] | None:
         if not request.counted_prompt:

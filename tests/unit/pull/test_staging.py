@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvgrpc.errors import Failure, ServerDraining
+from kvgrpc.errors import ServerDraining
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.prefetch.storage.base import PageBuffers
 from kvgrpc.pull.book import PullBook
-from kvgrpc.pull.lending.lender import Lender, Loan
+from kvgrpc.pull.lending.lender import Lender
 from kvgrpc.pull.staging import Staging
-from kvgrpc.transfer.runtime.boundary import EngineHandle
 from tests.support.waiting import wait_until
 
 PAGE_BYTES = 64
@@ -56,22 +55,6 @@ class _Cache:
         if self.broken:
             raise RuntimeError("a bug")
         return ((ctypes.addressof(self.page), PAGE_BYTES),)
-
-
-class _Rooms:
-    """A runtime whose rooms end at once when their sender gives them up."""
-
-    role, ref, on_change, queue_full, pool_names = "prefill", RankRef(RankId("holder"), 1), None, False, ("kv",)
-
-    def refusal(self, key: Any) -> None: ...
-
-    def give_way(self) -> None: ...
-
-    def claim(self, key: Any, handle: EngineHandle, decode: str) -> None: ...
-
-    def fail(self, handle: EngineHandle, failure: Failure) -> None:
-        handle.fail(failure)
-        handle.release()
 
 
 @pytest.fixture
@@ -113,54 +96,24 @@ def test_whoever_waits_for_a_page_hears_of_the_close(staging: Staging) -> None:
     assert staging.lending.take(1, 60.0) == []
 
 
-def lender_of(cache: _Cache, staging: Staging) -> Lender:
-    return Lender(cache, staging, _Rooms(), PullBook(PAGE_BYTES))  # type: ignore[arg-type]
-
-
 def test_pages_of_a_loan_that_could_not_be_copied_are_free_again(staging: Staging) -> None:
-    """Its taker knows of the room by then, and hears why it ended."""
-    cache, taker, loans = _Cache(), RankRef(RankId("taker"), 1), list[Loan]()
-    lender = lender_of(cache, staging)
-
-    def ends_with(expected: type[Exception], words: str) -> None:
-        with pytest.raises(expected):
-            lender.lend(["a", "b"], 0, 1, taker, told=loans.append)
-        loan = loans.pop()
-        assert loan.copied and lender.is_over(loan) and staging.lending.taken == 2
-        lender.end(loan)
-        assert staging.lending.taken == 0 and not lender._lent_to
-        assert words in str(loan.sender.failure)
-
-    ends_with(RuntimeError, "a bug")
+    cache, taker = _Cache(), RankRef(RankId("taker"), 1)
+    lender = Lender(cache, staging, object(), PullBook(PAGE_BYTES))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError):
+        lender.lend(["a", "b"], 0, 1, taker)
+    assert staging.lending.taken == 0 and not lender._lent_to
     cache.broken = False
     with staging._idle:
         staging._closed = True
-    ends_with(ServerDraining, "closing")
-
-
-def test_pages_of_a_loan_that_ends_while_they_are_copied_come_back_when_that_is_over(staging: Staging) -> None:
-    """Else the next loan has the bytes of this one."""
-    cache, taker, loans = _Cache(), RankRef(RankId("taker"), 1), list[Loan]()
-    cache.broken = False
-    lender = lender_of(cache, staging)
-    taken = list[int]()
-
-    def meanwhile(page: int) -> PageBuffers:
-        if not taken:
-            loans[0].sender.abort("its taker gave up")
-            lender.end(loans[0])
-            taken.append(staging.lending.taken)
-        return ((ctypes.addressof(cache.page), PAGE_BYTES),)
-
-    cache.buffers = meanwhile  # type: ignore[method-assign]
-    assert lender.lend(["a", "b"], 0, 1, taker, told=loans.append) is loans[0]
-    assert taken == [2] and staging.lending.taken == 0
+    with pytest.raises(ServerDraining):
+        lender.lend(["a", "b"], 0, 1, taker)
+    assert staging.lending.taken == 0 and not lender._lent_to
 
 
 def test_a_cache_is_held_for_no_more_pages_than_can_be_lent(staging: Staging) -> None:
     """An engine pins what is read: a prompt of 60,000 pages, of which a loan has room for a few."""
     cache, taker = _Cache(), RankRef(RankId("taker"), 1)
-    lender = lender_of(cache, staging)
+    lender = Lender(cache, staging, object(), PullBook(PAGE_BYTES))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError):
         lender.lend([f"{number}" for number in range(60_000)], 5, 1, taker)
     assert cache.held == staging.lending.size // 2
