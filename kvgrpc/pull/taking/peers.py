@@ -173,7 +173,7 @@ class PeersBackend:
         timeout: float,
         only: Collection[str] | None = None,
     ) -> list[PageResult]:
-        """Returns what the holder does not bring, storage is asked for."""
+        """Asks storage for the pages behind those that the holder brought."""
         check_batch(keys, pages)
         end = self._now() + timeout
         results = blocking(self.pulling(prompt, first, pages, timeout, only))
