@@ -1,4 +1,6 @@
-"""cache.*: what is left of a bare copy between device and host after the copy engine."""
+"""cache.*: what is left of a bare copy between device and host after the copy engine. ``limit.cache.copy.token.*``: the
+same rows by gather and scatter of numpy.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
     return [
         _copies(COPY, "cpu", "direct", "raw torch copy", pages),
         _copies(f"{COPY}.kernel", "cpu", "kernel", "raw torch copy", pages),
-        _tokens(PAGE_TOKENS * pages),
+        *_tokens(PAGE_TOKENS * pages),
         *(
             _copies(f"{COPY}.cuda.{io}", "cuda", io, "raw torch copy, pinned", pages, _without_cuda())
             for io in ("direct", "kernel")
@@ -44,14 +46,18 @@ def _copies(name: str, device: str, io: str, baseline: str, pages: int, missing:
     )
 
 
-def _tokens(pages: int) -> Benchmark:
+def _tokens(pages: int) -> list[Benchmark]:
     """Pages of one token: rows of 2 KiB."""
-    names = tuple(f"{TOKEN}.{way}.{order}" for way in ("down", "up") for order in ORDERS)
-    return Benchmark(
-        metrics=tuple(Metric(each, "GB/s", "higher", "memcpy of as many bytes", Target(ratio=0.5)) for each in names),
-        ours=lambda: Side(_turn_copies, pages, TOKEN, "cpu", "kernel", page_tokens=1),
-        baseline=lambda: Side(_turn_memcpy, pages, TOKEN, "cpu", "kernel", page_tokens=1),
-    )
+
+    def row(name: str, turn: Turn, target: Target) -> Benchmark:
+        names = tuple(f"{name}.{way}.{order}" for way in ("down", "up") for order in ORDERS)
+        return Benchmark(
+            metrics=tuple(Metric(each, "GB/s", "higher", "memcpy of as many bytes", target) for each in names),
+            ours=lambda: Side(turn, pages, name, "cpu", "kernel", page_tokens=1),
+            baseline=lambda: Side(_turn_memcpy, pages, name, "cpu", "kernel", page_tokens=1),
+        )
+
+    return [row(TOKEN, _turn_copies, Target(ratio=0.5)), row(f"limit.{TOKEN}", _turn_gather, Target())]
 
 
 def _without_cuda() -> str:
@@ -176,6 +182,24 @@ def _turn_memcpy(desk: Desk) -> dict[str, float]:
     def up(numbers: Any, pages: Any) -> None:
         for name, each in rows.items():
             np.copyto(each, saved[name])
+
+    return _timed_copies(desk, down, up, lambda numbers: None)
+
+
+def _turn_gather(desk: Desk) -> dict[str, float]:
+    """The rows of each layer and component into one block, and back where they were, each with one call of numpy."""
+    device = desk.items["copies"].device
+    rows = {(layer, c): device.rows(layer, c).numpy() for layer in range(LAYERS) for c in "kv"}
+    saved = desk.items.setdefault("saved", {name: np.empty_like(each) for name, each in rows.items()})
+
+    def down(pages: Any) -> Any:
+        for name, each in rows.items():
+            np.take(each, pages, axis=0, out=saved[name], mode="clip")
+        return pages
+
+    def up(numbers: Any, pages: Any) -> None:
+        for name, each in rows.items():
+            each[pages] = saved[name]
 
     return _timed_copies(desk, down, up, lambda numbers: None)
 
