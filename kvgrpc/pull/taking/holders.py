@@ -104,7 +104,8 @@ class Holders:
     ) -> list[Holder]:
         """Whom one prompt is asked for: those that an index named, most pages first, and of those that it cannot know
         some in random order: whoever is first there has no more to do than the others."""
-        known = [holder for engine in self._engines.values() for holder in self._of(engine)]
+        engines = list(self._engines.values())  # a copy: who looks from another thread meets changes of the registry
+        known = [holder for engine in engines for holder in self._of(engine)]
         if only is not None:
             known = [each for each in known if each.engine in only or each.address in only]
         found = [each for each in known if each.address not in without and not self._is_silent(each)]
