@@ -148,8 +148,9 @@ class PrefetchServicer(PrefetchServiceServicer):
                 await asyncio.sleep(_COALESCE_SECONDS if woken else 0)
                 seen, before = book.revision, seen
                 changed = [each for each in book.changed_since(before) if not wanted or each.operation_id in wanted]
+                known = {each.operation_id for each in changed}
                 # The book may have forgotten one since it ended.
-                changed += [each for each in left.values() if each.ended and each not in changed]
+                changed += [each for each in left.values() if each.ended and each.operation_id not in known]
                 for message in self._chunks(changed, left):
                     yield message
                 if not woken:
