@@ -169,7 +169,7 @@ def _register_ours(desk: Desk, address: str, ranks: int) -> float:
             listed = await RegistryServiceStub(channel).ListEngines(pb.ListEnginesRequest())
         assert [engine.registered_ranks for engine in listed.engines] == [ranks] and listed.engines[0].ready
 
-    took = _storm(desk, [partial(register, request_of(number)) for number in range(ranks)])
+    took = _register_all(desk, [partial(register, request_of(number)) for number in range(ranks)])
     desk.items[LOOP].run_until_complete(check())
     return took
 
@@ -185,10 +185,10 @@ def _register_bare(desk: Desk, address: str, ranks: int) -> float:
         await ask(ROW)
         return _Rank(channel, begin, LEASE, lambda answer: answer == LEASE)
 
-    return _storm(desk, [register] * ranks)
+    return _register_all(desk, [register] * ranks)
 
 
-def _storm(desk: Desk, registrations: Sequence[Callable[[], Awaitable[_Rank]]]) -> float:
+def _register_all(desk: Desk, registrations: Sequence[Callable[[], Awaitable[_Rank]]]) -> float:
     """Seconds until every rank is registered and was answered on its stream, AT_ONCE ranks at a time."""
 
     async def storm() -> float:
