@@ -66,9 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problems.extend([problem] if problem else [])
         console.print(f"[dim] {time.monotonic() - begin:.0f} s[/]", highlight=False)
         store(rows, options.json)  # a run of most of an hour that is cut off keeps what it measured
-    rows = [row for row in rows if _wanted(row.metric.name, options.only)]
+    rows = missed.beside_limits([row for row in rows if _wanted(row.metric.name, options.only)])
     show(rows, problems, console)
-    claims.say(rows, console)
+    claims.say(rows, console, options.against)
     missed.say(rows, console)
     if options.markdown:
         print(markdown(rows))

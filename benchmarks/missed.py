@@ -5,6 +5,7 @@ with them.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -19,7 +20,9 @@ OTHERWISE = {
     "pull.latency.shm": "limit.pull.copies",
 }
 # A baseline that begins so is the bare part itself: nothing built on it comes further.
-BARE = ("raw ", "bare ", "a bare ", "memcpy ", "its storage's calls alone", "msgspec", "a dict ")
+BARE = ("raw ", "bare ", "a bare ", "memcpy ", "its storage's calls alone", "msgspec")
+# By what a miss is told apart.
+SHORT, OURS, UNKNOWN = "out of reach", "the rest is ours", "not known"
 
 
 def limit_of(name: str, rows: Collection[str]) -> str | None:
@@ -29,37 +32,63 @@ def limit_of(name: str, rows: Collection[str]) -> str | None:
     return next((each for each in names if each in rows), None)
 
 
+def beside_limits(rows: Sequence[Row]) -> list[Row]:
+    """The rows, each with its limit."""
+    measured = {row.metric.name: row for row in rows}
+    return [replace(row, limit=measured.get(limit_of(row.metric.name, measured) or "")) for row in rows]
+
+
 def is_bare(baseline: str) -> bool:
     """True if rows beside this baseline need no other limit."""
     return baseline.startswith(BARE)
 
 
+def why(row: Row) -> str:
+    """Of a row that misses its target: SHORT where its limit misses it too, OURS where that or the bare part has it."""
+    limit, metric = row.limit, row.metric
+    if limit is None:
+        return OURS if is_bare(metric.baseline) else UNKNOWN
+    # The baseline of either row: it may have moved between the two.
+    of_ours = limit.value / row.baseline_value if metric.better == "higher" else row.baseline_value / limit.value
+    ratio = max(of_ours, limit.ratio) if limit.metric.baseline == metric.baseline else of_ours
+    return OURS if replace(row, value=limit.value, ratio=ratio).met else SHORT
+
+
 def say(rows: Sequence[Row], console: Console) -> None:
-    """Prints a line for each."""
-    measured = {row.metric.name: row for row in rows}
-    aimed = [row for row in rows if row.met is not None]
-    missed = [row for row in aimed if row.met is False]
+    """Prints a line for each, and how many are of which kind. ``rows`` have their limits."""
+    missed = [row for row in rows if row.met is False]
+    aimed = sum(row.met is not None for row in rows)
     if aimed:
-        console.print(f"{len(aimed) - len(missed)} of {len(aimed)} targets are met by this run.")
+        console.print(f"{aimed - len(missed)} of {aimed} targets are met by this run.")
     for row in missed:
-        limit = limit_of(row.metric.name, measured)
-        shown = f"{limit} has {_figures(measured[limit])}" if limit else _without_limit(row)
+        limit = row.limit
+        shown = f"{limit.metric.name} has {_figures(limit)}" if limit else _without_limit(row)
         wanted = row.metric.target.describe(row.metric.unit, row.metric.better)
         console.print(
-            f"[red]missed[/] {row.metric.name} has {_figures(row)}; wanted {wanted}; {shown}", highlight=False
+            f"[red]missed[/] {row.metric.name} has {_figures(row)}; wanted {wanted}; {shown}: {why(row)}",
+            highlight=False,
         )
+    if missed:
+        console.print(_told_apart(missed), highlight=False)
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """The same as a table for docs/performance.md."""
-    measured = {row.metric.name: row for row in rows}
-    lines = ["| missed | has | wanted | its limit has |", "|---|---:|---:|---:|"]
-    for row in (each for each in rows if each.met is False):
-        limit = limit_of(row.metric.name, measured)
+    missed = [row for row in rows if row.met is False]
+    lines = ["| missed | has | wanted | its limit has | so it is |", "|---|---:|---:|---:|---|"]
+    for row in missed:
         wanted = row.metric.target.describe(row.metric.unit, row.metric.better)
-        reach = _short(measured[limit]) if limit else _without_limit(row)
-        lines.append(f"| `{row.metric.name}` | {_short(row)} | {wanted} | {reach} |")
-    return "\n".join(lines)
+        reach = _short(row.limit) if row.limit else _without_limit(row)
+        lines.append(f"| `{row.metric.name}` | {_short(row)} | {wanted} | {reach} | {why(row)} |")
+    return "\n".join([*lines, "", _told_apart(missed)])
+
+
+def _told_apart(missed: Sequence[Row]) -> str:
+    kinds = [why(row) for row in missed]
+    return (
+        f"Of {len(kinds)} missed, the limit of {kinds.count(SHORT)} misses the target too; that of {kinds.count(OURS)},"
+        f" or the bare part, reaches it, so the rest is ours; {kinds.count(UNKNOWN)} have no limit."
+    )
 
 
 def _without_limit(row: Row) -> str:

@@ -18,15 +18,19 @@ LEAST_FOR_A_PLOT = 3
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a row must reach: a ratio to the baseline, a value in the row's unit, or both."""
+    """What a row must reach: a ratio to the baseline, a value in the row's unit, or both.
+
+    ``of_limit``: this share of its limit's ratio is enough too, where that is less than ``ratio``.
+    """
 
     ratio: float | None = None
     value: float | None = None
+    of_limit: float | None = None
 
     def describe(self, unit: str, better: Better) -> str:
         said = []
         if self.ratio is not None:
-            said.append(f">= {self.ratio:g}x")
+            said.append(f">= {self.ratio:g}x" + (f" or {self.of_limit:g} of limit" if self.of_limit else ""))
         if self.value is not None:
             said.append(f"{'>=' if better == 'higher' else '<='} {self.value:g} {unit}")
         return ", ".join(said)
@@ -45,7 +49,8 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One metric measured: medians over the rounds; memory in bytes, of all processes of that side."""
+    """One metric measured: medians over the rounds; memory in bytes, of all processes of that side. ``limit`` is the
+    row that says how far it could come, once all are measured."""
 
     metric: Metric
     value: float
@@ -55,6 +60,7 @@ class Row:
     spread: float
     rss: int = 0
     baseline_rss: int = 0
+    limit: Row | None = None
 
     @property
     def met(self) -> bool | None:
@@ -62,7 +68,10 @@ class Row:
         target, metric = self.metric.target, self.metric
         if target.ratio is None and target.value is None:
             return None
-        ratio_met = target.ratio is None or self.ratio >= target.ratio
+        least = target.ratio or 0.0
+        if target.of_limit is not None and self.limit is not None:
+            least = min(least, target.of_limit * self.limit.ratio)
+        ratio_met = self.ratio >= least
         if target.value is None:
             return ratio_met
         return ratio_met and (self.value >= target.value if metric.better == "higher" else self.value <= target.value)

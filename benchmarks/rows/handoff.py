@@ -43,7 +43,7 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
         ),
         Benchmark(
             metrics=(
-                Metric(CONTROL_LATENCY, "ms", "lower", protocol, Target(ratio=0.7)),
+                Metric(CONTROL_LATENCY, "ms", "lower", protocol, Target(ratio=0.7, of_limit=0.95)),
                 Metric(f"{CONTROL_LATENCY}.p99", "ms", "lower", protocol, Target(ratio=0.8)),
             ),
             ours=lambda: Latency(still, plan.control_rooms, CONTROL_LATENCY, CONTROL_PAUSE),

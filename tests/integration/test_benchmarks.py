@@ -136,8 +136,10 @@ def test_a_run_supports_the_claims_that_its_rows_reach() -> None:
 def test_each_row_with_a_target_has_a_limit_or_stands_beside_the_bare_part() -> None:
     metrics = [metric for benchmark in all_benchmarks(FULL) for metric in benchmark.metrics]
     names = {metric.name for metric in metrics}
-    # Of head slices one row tells, of all ways. The others are bounds on times, or beside another program.
+    # Of head slices one row tells, of all ways. The others are bounds on times, or beside another program; index.score
+    # has index.score.direct, the same in process.
     without = ("handoff.head_slice.", "registry.storm.fan_out", "liveness.", "hostile.", "events.", "index.native.")
+    without += ("index.score",)
     aimed = [metric for metric in metrics if metric.target != Target() and not metric.name.startswith(without)]
     assert [each.name for each in aimed if not limit_of(each.name, names) and not is_bare(each.baseline)] == []
     assert limit_of("events.publish_cost.p99", names) == "limit.publish_cost.p99"
@@ -145,22 +147,71 @@ def test_each_row_with_a_target_has_a_limit_or_stands_beside_the_bare_part() -> 
     assert limit_of("pull.latency.shm.100", names) == "limit.pull.copies.100"
     assert limit_of("pull.latency.mooncake.100", names) == "limit.pull.mooncake.100"
     assert limit_of("index.memory", names) is None
+    assert not is_bare("a dict for each engine"), "our own table is quicker"
 
 
 def test_a_run_ends_with_the_targets_it_misses_and_how_far_they_could_come(capsys: pytest.CaptureFixture[str]) -> None:
     ready, poll = (Metric(name, "us", "lower", "seeds", Target(value=40)) for name in ("engine.ready", "engine.poll"))
     limit = Metric("limit.engine.ready", "us", "lower", "seeds")
-    rows = [Row(metric, 72.0, 32.0, 0.44, 3, 0.1) for metric in (ready, poll, limit)]
+    rows = missed.beside_limits([Row(metric, 72.0, 32.0, 0.44, 3, 0.1) for metric in (ready, poll, limit)])
     missed.say(rows, Console(width=200))
+    counted = (
+        "Of 2 missed, the limit of 1 misses the target too; that of 0, or the bare part, reaches it, so the rest is"
+        " ours; 1 have no limit."
+    )
+    reached = "limit.engine.ready has 72 us, 0.44 of seeds"
     assert capsys.readouterr().out.splitlines() == [
         "0 of 2 targets are met by this run.",
-        "missed engine.ready has 72 us, 0.44 of seeds; wanted <= 40 us; limit.engine.ready has 72 us, 0.44 of seeds",
-        "missed engine.poll has 72 us, 0.44 of seeds; wanted <= 40 us; no row shows its limit",
+        f"missed engine.ready has 72 us, 0.44 of seeds; wanted <= 40 us; {reached}: out of reach",
+        "missed engine.poll has 72 us, 0.44 of seeds; wanted <= 40 us; no row shows its limit: not known",
+        counted,
     ]
     assert missed.markdown(rows).splitlines()[2:] == [
-        "| `engine.ready` | 72 us, 0.44 | <= 40 us | 72 us, 0.44 |",
-        "| `engine.poll` | 72 us, 0.44 | <= 40 us | no row shows its limit |",
+        "| `engine.ready` | 72 us, 0.44 | <= 40 us | 72 us, 0.44 | out of reach |",
+        "| `engine.poll` | 72 us, 0.44 | <= 40 us | no row shows its limit | not known |",
+        "",
+        counted,
     ]
+
+
+@pytest.mark.parametrize(
+    ("target", "limit", "baseline", "so"),
+    [
+        (Target(ratio=0.9), (1.2, 0.8), "seeds", missed.SHORT),
+        (Target(ratio=0.8), (1.2, 0.8), "seeds", missed.OURS),
+        (Target(ratio=0.9), (1.2, 0.7), "seeds", missed.SHORT),
+        (Target(ratio=0.9), (0.9, 0.7), "seeds", missed.OURS),  # of our own row's baseline: 1.1
+        (Target(ratio=0.9), (1.2, 1.5), "pings alone", missed.SHORT),  # a ratio to something else
+        (Target(value=1.0), (1.2, 0.9), "seeds", missed.SHORT),
+        (Target(value=1.0), (0.9, 0.1), "pings alone", missed.OURS),
+        (Target(ratio=0.7, of_limit=0.95), (1.6, 0.6), "seeds", missed.OURS),  # 0.57 is enough, which the limit has
+    ],
+)
+def test_a_miss_that_is_ours_is_told_apart_from_one_that_nothing_reaches(
+    target: Target, limit: tuple[float, float], baseline: str, so: str
+) -> None:
+    ours = Metric("handoff.tiny", "ms", "lower", "seeds", target)
+    value, ratio = limit
+    shows = Row(Metric("limit.tiny", "ms", "lower", baseline), value, 1.0, ratio, 3, 0.1)
+    row, _ = missed.beside_limits([Row(ours, 2.0, 1.0, 0.5, 3, 0.1), shows])
+    assert (row.met, missed.why(row)) == (False, so)
+
+
+def test_a_share_of_the_limit_is_enough_where_a_target_says_so() -> None:
+    ours = Metric("handoff.control_latency", "ms", "lower", "seeds", Target(ratio=0.7, of_limit=0.95))
+    rows = [
+        Row(ours, 1.7, 1.0, 0.59, 3, 0.1),
+        Row(Metric("limit.control_latency", "ms", "lower", "seeds"), 1, 1, 0.6, 3, 0),
+    ]
+    assert rows[0].met is False, "nothing is known of its limit"
+    assert missed.beside_limits(rows)[0].met is True
+    assert ours.target.describe("ms", "lower") == ">= 0.7x or 0.95 of limit"
+
+
+def test_a_run_beside_another_baseline_says_nothing_of_claims_beside_the_first() -> None:
+    row = Row(Metric("handoff.busy_engine", "ms", "lower", "SGLang"), 9.0, 1.0, 0.1, 3, 0.1)
+    assert [claim.row for claim, _ in unsupported([row])] == ["handoff.busy_engine"]
+    assert unsupported([row], against="sglang") == []
 
 
 def test_liveness_prints_all_times_of_all_turns_together(capsys: pytest.CaptureFixture[str]) -> None:
