@@ -23,6 +23,7 @@ from kvgrpc.pull.common import CommonPages, SameNames
 from kvgrpc.pull.heads import Share
 from kvgrpc.pull.model import Found, Holder, Lent, PullConfig, alone
 from kvgrpc.pull.taking.indexed import IndexAnswer, IndexedHolders, event_hash_of
+from kvgrpc.pull.taking.named import say_unknown
 from kvgrpc.pull.taking.silent import SilentHolders
 from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
 from kvgrpc.registry.model import RankRow, ResolvedEngine
@@ -107,6 +108,9 @@ class Holders:
         engines = list(self._engines.values())  # a copy: who looks from another thread meets changes of the registry
         known = [holder for engine in engines for holder in self._of(engine)]
         if only is not None:
+            unknown = say_unknown(only, known, self._ref.rank.engine)
+            if unknown:
+                self._lines.warning("named engines", unknown)
             known = [each for each in known if each.engine in only or each.address in only]
         found = [each for each in known if each.address not in without and not self._is_silent(each)]
         random.shuffle(found)
