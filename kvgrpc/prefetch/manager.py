@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvgrpc.errors import Failure, FeatureDisabled, ServerDraining, StorageFailed, WrongRank
+from kvgrpc.errors import Failure, ServerDraining, StorageFailed, WrongRank
 from kvgrpc.hashing import page_hashes, storage_seed
 from kvgrpc.model import Layout, RankId, RankRef, Role, Tier
 from kvgrpc.observability.logging import RateLimited, one_line
@@ -25,7 +25,7 @@ from kvgrpc.prefetch.protocol.votes import Agreement, AloneAgreement
 from kvgrpc.prefetch.purging import Purger, known_cache
 from kvgrpc.prefetch.runtime.controller import CacheController
 from kvgrpc.prefetch.storage import open_backend
-from kvgrpc.prefetch.storage.base import FindsByPrompt, StorageBackend
+from kvgrpc.prefetch.storage.base import StorageBackend
 from kvgrpc.prefetch.storage.keys import Keys, PageIdentity
 from kvgrpc.prefetch.tree.cache import TieredCache
 from kvgrpc.prefetch.tree.keeper import leading_by_tier
@@ -262,11 +262,6 @@ class PrefetchManager:
     def _begin(self, order: Order) -> Operation:
         """This rank's part of what all ranks of the replica do together."""
         if order.kind is OperationKind.PREFETCH:
-            if order.engines and not isinstance(self.storage, FindsByPrompt):
-                raise FeatureDisabled(
-                    f"{self.rank.rank} takes no pages of other engines",
-                    metadata={"feature": "pull", "howToEnable": "give RankConfig a PullConfig"},
-                )
             return self.controller.start_prefetch(order)
         order.check()
         pages, failure = self._present(order.hashes)

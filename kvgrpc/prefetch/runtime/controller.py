@@ -46,7 +46,7 @@ from kvgrpc.prefetch.protocol.order import MAX_PAGES, Order
 from kvgrpc.prefetch.protocol.prefetch import HostShare, Prefetch
 from kvgrpc.prefetch.protocol.votes import Agreement, AloneAgreement, Decision
 from kvgrpc.prefetch.runtime.storage_threads import StorageThreads, StorageWork
-from kvgrpc.prefetch.storage.base import HasDearBatches, StorageBackend, Unregisters, source_behind
+from kvgrpc.prefetch.storage.base import FindsByPrompt, HasDearBatches, StorageBackend, Unregisters, source_behind
 from kvgrpc.prefetch.threads.queue_threads import QueueThreads
 from kvgrpc.prefetch.threads.timers import Alarms
 from kvgrpc.prefetch.tree.keeper import CompletionQueue, Keeper
@@ -132,13 +132,15 @@ class CacheController:
         tenant: str = "",
         extra_key: str = "",
         timeout: float | None = None,
+        engines: Sequence[str] = (),
     ) -> Operation:
         """Begins to bring the leading pages of ``hashes`` from storage; never waits, and always answers.
 
         A repeated ``request_id`` gives the operation that it began. All ranks of a replica use one ``operation_id``;
         empty: a new one. ``extra_key``: the one that the hashes began with; storage has their pages under it.
-        ``timeout``: seconds until it ends with what it has. Raises InvalidRequest, RequestIdReused, TooManyRequests;
-        declines are states of the operation.
+        ``timeout``: seconds until it ends with what it has. ``engines``: whose host caches pages may come from; none
+        named: whichever there are. Raises InvalidRequest, RequestIdReused, TooManyRequests, FeatureDisabled (engines
+        where no pages of others are taken); declines are states of the operation.
         """
         order = Order(
             kind=OperationKind.PREFETCH,
@@ -148,12 +150,18 @@ class CacheController:
             tenant=tenant,
             extra_key=extra_key,
             timeout=timeout,
+            engines=tuple(engines),
         )
         return self.start_prefetch(replace(order, operation_id=operation_id) if operation_id else order)
 
     def start_prefetch(self, order: Order) -> Operation:
         """Does the same with an order that is made already."""
         self._check(order)
+        if order.engines and not isinstance(self.storage, FindsByPrompt):
+            raise FeatureDisabled(
+                "this cache takes no pages of other engines",
+                metadata={"feature": "pull", "howToEnable": "give RankConfig a PullConfig"},
+            )
         operation = Prefetch(
             order,
             self._reading,
