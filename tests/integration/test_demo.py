@@ -143,6 +143,9 @@ def test_every_prompt_over_mooncake_is_answered_as_in_a_single_process() -> None
     assert cache["equal"] and cache["pages"] == cache["prefetchedPages"] == cache["loadedPages"] > 180
     assert cache["tokens"] == prompts[4]["tokens"]
     assert (cache["storage"], cache["hitRate"]) == ("file", 1.0)
+    pull = result["pull"]
+    assert pull["equal"] and pull["pages"] == pull["pulled_pages"] > 180
+    assert pull["tokens"] == pull["first_tokens"] and pull["nbytes"] == pull["pages"] * result["pageBytes"]
     assert cache["foundPages"] == cache["askedPages"] == cache["pages"]
     assert 0 < result["seconds"] - result["setUpSeconds"] < ACTS_SECONDS
     assert result["seconds"] > sum(cache[each] for each in ("copySeconds", "storeSeconds", "prefetchSeconds")) > 0

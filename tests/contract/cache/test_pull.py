@@ -29,11 +29,23 @@ from tests.support.pull_fleet import PATIENT, PullFleet, candidates_of, nothing_
 from tests.support.waiting import wait_until
 
 
+def counted() -> Any:
+    """Rooms that ended well and their bytes, lent and then taken."""
+    return np.array(
+        [
+            REGISTRY.get_sample_value(name, {"direction": direction, **more}) or 0
+            for direction in ("lent", "taken")
+            for name, more in (("kvgrpc_pulls_total", {"end": "OK"}), ("kvgrpc_pulled_bytes_total", {}))
+        ]
+    )
+
+
 def test_pages_of_another_engine_arrive_with_the_same_bytes(fleet: PullFleet) -> None:
     """More of them than may be lent at a time, so in several rooms."""
     holder, taker = fleet.pair()
     hashes = hashes_of(prompt(20))
     holder.fill(hashes)
+    before = counted()
     row = pulled(taker, hashes)
     assert (row.state, row.completed) == (OperationState.DONE, 20)
     taker.assert_bytes(hashes)
@@ -41,6 +53,8 @@ def test_pages_of_another_engine_arrive_with_the_same_bytes(fleet: PullFleet) ->
     taken = peer_of(taker).book.rows()
     assert sum(each.done for each in taken) == 20 and not any(each.failure for each in taken)
     assert {each.direction for each in peer_of(holder).book.rows()} == {PullDirection.LENT}
+    rooms, nbytes = len(taken), 20 * SHAPE.page_bytes
+    assert (counted() - before).tolist() == [rooms, nbytes, rooms, nbytes], "by the metrics of this process"
 
 
 def test_a_pull_waits_for_a_hand_off_that_is_being_written(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from kvgrpc.pull.taking.silent import FIRST_SECONDS, LONGEST_SECONDS, SilentHold
 from kvgrpc.server import IndexServer
 from kvgrpc.server.cache import peer as cache_peer
 from kvgrpc.v1 import prefetch_service_pb2
-from tests.support.cache_serving import SHAPE, CacheRank, bytes_of, hashes_of, prompt
+from tests.support.cache_serving import SHAPE, CacheRank, bytes_of, ended, hashes_of, prompt
 from tests.support.pull_fleet import PULL, PullFleet, candidates_of, peer_of, pulled
 from tests.support.waiting import wait_until
 
@@ -243,11 +244,42 @@ def test_whoever_starts_a_prefetch_may_name_the_engines(fleet: PullFleet, monkey
     assert operation.completed_pages == 4 and not of_one and of_other
 
 
+def test_engines_that_nobody_knows_are_named_in_the_log(fleet: PullFleet, caplog: pytest.LogCaptureFixture) -> None:
+    """A port that differs from the registry's row asks nobody, which looks like a cache that has nothing."""
+    holder, taker = fleet.pair()
+    hashes = hashes_of(prompt(6))
+    holder.fill(hashes)
+    pages = prefetch_service_pb2.PromptPages(page_hashes=[bytes.fromhex(each) for each in hashes])
+    with caplog.at_level(logging.WARNING, "kvgrpc.pull"), SyncClient(taker.address) as client:
+        for _ in range(20):
+            assert ended(client, client.start_prefetch(pages, engines=["10.0.0.1:7777"])).completed_pages == 0
+        said = [each.getMessage() for each in caplog.records if "10.0.0.1:7777" in each.getMessage()]
+        assert 1 <= len(said) <= 5 and all(f"holder at {holder.address}" in each for each in said)
+        caplog.clear()
+        assert ended(client, client.start_prefetch(pages, engines=[holder.address])).completed_pages == 6
+    assert not caplog.records
+
+
+def test_an_order_in_process_may_name_the_engines(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other, taker = fleet.open("one"), fleet.open("other"), fleet.open("taker")
+    wait_until(lambda: len(candidates_of(taker)) == 2)
+    hashes = hashes_of(prompt(6))
+    one.fill(hashes)
+    other.fill(hashes[:4])
+    of_one, of_other = asked_of(one, other, monkeypatch=monkeypatch)
+    operation = taker.manager.controller.prefetch(hashes, engines=["other"])
+    assert operation.wait(30.0)
+    row = taker.manager.controller.book.row(operation)
+    assert row.completed == 4 and not of_one and of_other
+
+
 def test_a_rank_that_takes_no_pages_says_so(fleet: PullFleet) -> None:
     rank = fleet.open("alone", "file", pull=None)
     pages = prefetch_service_pb2.PromptPages(page_hashes=[bytes.fromhex(each) for each in hashes_of(prompt(6))])
     with SyncClient(rank.address) as client, pytest.raises(FeatureDisabled):
         client.start_prefetch(pages, engines=["other"])
+    with pytest.raises(FeatureDisabled):
+        rank.manager.controller.prefetch(hashes_of(prompt(6)), engines=["other"])
     with SyncClient(fleet.open("taker").address) as client, pytest.raises(InvalidRequest) as refused:
         client.start_prefetch(pages, engines=["e"] * 65)
     assert refused.value.metadata["field"] == "engines"
