@@ -132,6 +132,29 @@ async def test_a_state_of_sources_that_it_does_not_know_is_refused(client: SyncC
     assert await asyncio.to_thread(client.list_sources, states=[CURRENT])
 
 
+async def test_those_in_one_state_are_listed_alone_and_all_are_counted(engine: Publishing) -> None:
+    async with Publishing("Q", snapshots=True) as other:
+        await other.store([1])
+        index = await asyncio.to_thread(NativeIndex([engine.address, other.address]).open)
+        with SyncClient(index.address) as client:
+
+            def listed(state: pb.IndexSourceState.ValueType) -> list[str]:
+                return [source.engine for source in client.list_sources(states=[state])]
+
+            await until(lambda: asyncio.to_thread(lambda: listed(CURRENT) == ["P", "Q"]))
+            await other.hang_up()
+            connecting = pb.INDEX_SOURCE_STATE_CONNECTING
+            await until(lambda: asyncio.to_thread(lambda: listed(connecting) == ["Q"]))
+            assert await asyncio.to_thread(listed, CURRENT) == ["P"]
+            rebuilding = [pb.INDEX_SOURCE_STATE_REBUILDING]
+            told = await asyncio.to_thread(lambda: client.list_sources(states=rebuilding))
+            assert (list(told), {state: count for state, count in told.counts.items() if count}) == (
+                [],
+                {connecting: 1, CURRENT: 1},
+            )
+        await asyncio.to_thread(index.close)
+
+
 async def test_it_says_what_it_is_and_answers_health(client: SyncClient) -> None:
     info = await asyncio.to_thread(client.get_server_info)
     assert info.limits.index.max_score_blocks == 65_536 and "kvgrpc.v1.IndexService" in info.services

@@ -26,6 +26,7 @@ from kvgrpc.hashing import page_hashes, sglang_event_hash
 from kvgrpc.server import IndexServer
 from kvgrpc.v1.index_service_pb2 import IndexSource
 from tests.support.rank_host import RankHost
+from tests.support.scoring import question
 from tests.support.waiting import wait_until
 
 TOKENS = list(range(64))
@@ -269,13 +270,29 @@ def test_serve_index_says_where_it_listens_and_ends_on_sigterm(rank: RankHost) -
             wait_until(lambda: [held_in(source, "GPU") for source in client.list_sources()] == [3])
             wait_until(lambda: client.health("kvgrpc.v1.IndexService") == "SERVING")
             assert "kvgrpc.v1.IndexService" in client.get_server_info().services
-        page = urllib.request.urlopen(f"http://{status}/readyz", timeout=10).read().decode()
-        assert "[+] 1 of 1 caches are current\n" in page
+            first = sglang_event_hash(page_hashes(TOKENS, 16)[0])
+            for held in (first, 77):
+                client.score(question(hashes=[held % 2**64]))
+        assert "[+] 1 of 1 caches are current\n" in page_of(status, "/readyz")
+        wanted = {
+            'kvgrpc_index_sources{state="CURRENT"} 1.0',
+            'kvgrpc_index_sources{state="CONNECTING"} 0.0',
+            "kvgrpc_index_blocks 4.0",
+            "kvgrpc_index_lag_batches 0.0",
+            "kvgrpc_index_not_followed 0.0",
+            "kvgrpc_index_prompts_total 2.0",
+            "kvgrpc_index_prompt_misses_total 1.0",
+        }
+        wait_until(lambda: wanted <= set(page_of(status, "/metrics").splitlines()))  # gauges are set at each look
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     finally:
         process.kill()
         process.wait()
+
+
+def page_of(status: str, path: str) -> str:
+    return str(urllib.request.urlopen(f"http://{status}{path}", timeout=10).read().decode())
 
 
 def test_a_relay_names_what_it_cannot_listen_on(kvgrpc: Any) -> None:

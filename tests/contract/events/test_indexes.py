@@ -19,6 +19,7 @@ from tests.support.waiting import until
 
 # Of a busy machine: the bound itself is asserted on one that hangs.
 LONG = 10.0
+FAILED_OVER_SECONDS = 1.0
 
 
 @pytest_asyncio.fixture
@@ -77,6 +78,22 @@ async def test_one_that_hangs_costs_one_question_and_is_asked_last(hanging: str,
         for _ in range(3):
             assert blocks(await indexes.score(question(hashes=[1, 2]))) == [2]
         assert indexes.unanswered == 1
+
+
+@pytest.mark.parametrize("hangs", [True, False], ids=["hangs", "dies"])
+async def test_a_router_that_waits_no_longer_than_usual_is_answered_within_a_second(
+    hangs: bool, hanging: str, servers: list[IndexServer]
+) -> None:
+    first = hanging if hangs else servers[0].address
+    async with Indexes([first, servers[1].address]) as indexes:
+        if not hangs:
+            assert blocks(await indexes.score(question(hashes=[1]), LONG)) == [1]
+            await asyncio.to_thread(servers[0].close)
+        began, asked = time.monotonic(), 0
+        while await indexes.score(question(hashes=[1, 2])) is None:
+            asked += 1
+            assert time.monotonic() - began < FAILED_OVER_SECONDS
+        assert indexes.unanswered == asked >= hangs, "one that hangs was asked, and cost a question"
 
 
 async def test_where_all_are_away_a_question_has_no_answer_until_one_is_back(

@@ -290,6 +290,23 @@ class TestIndexService:
         assert refusal.value.metadata["field"] == "states[1]"
         assert "INDEX_SOURCE_STATE_CURRENT" in refusal.value.metadata["rule"]
 
+    async def test_those_in_one_state_are_listed_alone_and_all_are_counted(self, client: Client) -> None:
+        await self.engines[1].hang_up()
+
+        async def listed(state: pb.IndexSourceState.ValueType) -> list[str]:
+            return [source.engine for source in await client.list_sources(states=[state])]
+
+        async def b_is_away() -> bool:
+            return await listed(pb.INDEX_SOURCE_STATE_CONNECTING) == ["b"]
+
+        await until(b_is_away)
+        assert await listed(pb.INDEX_SOURCE_STATE_CURRENT) == ["a", "c"]
+        told = await client.list_sources(states=[pb.INDEX_SOURCE_STATE_REBUILDING])
+        assert (list(told), dict(told.counts)) == (
+            [],
+            {pb.INDEX_SOURCE_STATE_CONNECTING: 1, pb.INDEX_SOURCE_STATE_CURRENT: 2},
+        )
+
     async def test_a_draining_index_says_so(self, client: Client) -> None:
         self.servicer.drain()
         with pytest.raises(ServerDraining):
