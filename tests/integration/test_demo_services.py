@@ -14,8 +14,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -24,16 +26,21 @@ from urllib.request import ProxyHandler, build_opener
 import pytest
 import yaml
 
-from kvgrpc.client import SyncClient
+from kvgrpc.client import SyncClient, SyncIndexes
+from kvgrpc.v1 import index_service_pb2 as pb
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
-SERVICES = ("registry", "prefill", "decode", "router")
+INDEXES = ("index", "index-2")
+SERVICES = ("registry", *INDEXES, "prefill", "decode", "router")
+STATE = "/var/lib/kvgrpc"
 # What an image starts, here.
 PROGRAMS = {"kvgrpc": ["-m", "kvgrpc"], "kvgrpc-demo": ["-m", "kvgrpc.demo.service"]}
 # Two of them load torch, on a machine that is busy.
 START_SECONDS, END_SECONDS = 120.0, 60.0
+# In which questions go on after one of two indexes was killed, and how many of them may stay without an answer.
+ASKED_SECONDS, WITHOUT_SECONDS = 2.0, 1.0
 open_url = build_opener(ProxyHandler({})).open
 
 pytestmark = [
@@ -43,9 +50,10 @@ pytestmark = [
 
 
 class Services:
-    """Registry, prefill, decode and router, once each is healthy by its own check."""
+    """Registry, indexes, prefill, decode and router, once each is healthy by its own check."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         # Ports are compose's, so the network is one that no other run of this test has.
         network = f"127.{64 + secrets.randbelow(128)}.{secrets.randbelow(256)}"
         self._hosts = {name: f"{network}.{number}" for number, name in enumerate(SERVICES, 1)}
@@ -55,6 +63,7 @@ class Services:
         for name in SERVICES:  # in the order of depends_on
             for needed in COMPOSE[name].get("depends_on", ()):
                 wait_until(partial(self._is_healthy, needed), START_SECONDS)
+            self._folder.joinpath(name).mkdir()
             service = COMPOSE[name]
             self.processes[name] = subprocess.Popen(
                 [sys.executable, *PROGRAMS[service["image"]], *self._here(name, service["command"])],
@@ -73,16 +82,18 @@ class Services:
             process.wait(END_SECONDS)
         return {name: process.returncode for name, process in self.processes.items()}
 
-    def kill(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-            process.wait(END_SECONDS)
+    def kill(self, *names: str) -> None:
+        """Those of these names, or all."""
+        for name in names or self.processes:
+            self.processes[name].kill()
+            self.processes[name].wait(END_SECONDS)
 
     def _here(self, name: str, words: list[str]) -> list[str]:
         """What compose says inside of ``name``, with addresses in the place of names."""
         hosts = self._hosts | {"0.0.0.0": self._hosts[name], "127.0.0.1": self._hosts[name]}
         named = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, hosts))})(?=:\d)")
-        return [named.sub(lambda found: hosts[found[1]], word) for word in words]
+        folder = str(self._folder / name)
+        return [named.sub(lambda found: hosts[found[1]], word).replace(STATE, folder) for word in words]
 
     def _environment(self, name: str) -> dict[str, str]:
         told = COMPOSE[name].get("environment", {})
@@ -98,8 +109,8 @@ class Services:
 
 
 @pytest.fixture(scope="module")
-def services() -> Iterator[Services]:
-    started = Services()
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    started = Services(tmp_path_factory.mktemp("services"))
     try:
         started.start()
         yield started
@@ -160,6 +171,28 @@ def test_a_question_that_is_none_is_refused_with_what_one_is(services: Services)
         assert refused.value.code == 400 and b"prompt" in refused.value.read()
 
 
+def test_one_of_two_indexes_answers_while_the_other_is_killed(services: Services) -> None:
+    asked(services, prompt="something that is cached since then")
+    addresses = [services.address(name, 8997) for name in INDEXES]
+
+    def held(address: str) -> list[tuple[str, int]]:
+        with SyncClient(address) as index:
+            return [(source.engine, sum(each.blocks for each in source.blocks)) for source in index.list_sources()]
+
+    wait_until(lambda: held(addresses[0]) == held(addresses[1]) and any(blocks for _, blocks in held(addresses[0])))
+    question = pb.PlanRequest(prompts=[pb.PlanPrompt(prompt=pb.ScorePrompt(block_hashes=pb.BlockHashes(values=[1])))])
+    with SyncIndexes(addresses) as indexes:
+        assert indexes.plan(question, ASKED_SECONDS) is not None
+        services.kill(INDEXES[0])
+        killed_at = time.monotonic()
+        answered: list[float] = []
+        while time.monotonic() < killed_at + ASKED_SECONDS:
+            if indexes.plan(question) is not None:
+                answered.append(time.monotonic() - killed_at)
+        gaps = [after - before for before, after in pairwise([0.0, *answered, ASKED_SECONDS])]
+        assert max(gaps) < WITHOUT_SECONDS, gaps
+
+
 def test_sigterm_ends_each_in_good_order(services: Services) -> None:
     """Runs last: what these processes registered is taken back by them, and no lease has to run out."""
-    assert services.end() == dict.fromkeys(SERVICES, 0)
+    assert services.end() == dict.fromkeys(SERVICES, 0) | {INDEXES[0]: -signal.SIGKILL}

@@ -78,6 +78,7 @@ def test_there_are_command_lines_of_all_kinds() -> None:
     assert instruction("ENTRYPOINT") == ["kvgrpc"] and DOCKERFILE.rstrip().endswith("\nFROM kvgrpc")
     assert [where for where, _, _ in LINES] == [
         *("Dockerfile", "compose registry", "compose registry health", "compose index", "compose index health"),
+        *("compose index-2", "compose index-2 health"),
         *("compose relay", "compose relay health", "compose view"),
         *("kvgrpc-index.service", "kvgrpc-registry.service", "kubernetes index", "kubernetes registry"),
     ]
