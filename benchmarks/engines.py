@@ -304,8 +304,9 @@ def all_benchmarks(starts: int) -> list[Benchmark]:
             Crowded,
             Metric(CROWDED, "ms", "lower", IN_TREE, Target(ratio=1)),
             Metric(f"{CROWDED}.last", "ms", "lower", IN_TREE, Target(ratio=1)),
+            starts=starts,
         ),
-        row(Long, Metric(LONG, "ms", "lower", IN_TREE, Target(ratio=1))),
+        row(Long, Metric(LONG, "ms", "lower", IN_TREE, Target(ratio=1)), starts=starts),
         row(BusyDecode, Metric(DECODE_KEEPS, "%", "higher", IN_TREE, Target(ratio=0.99))),
         row(
             Faults,

@@ -15,8 +15,6 @@ the first one and lies in its host memory; ``computed`` is another prompt that l
 
 To be cut off the first engine lives in a network namespace of its own, behind a link of ``--gbit`` a second (root and
 the command ip make it), and both ways use TCP.
-
-Only ``pulls`` has run to its end so far; the other parts were started once, before their last change.
 """
 
 from __future__ import annotations

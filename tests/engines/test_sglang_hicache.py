@@ -9,8 +9,10 @@ import dataclasses
 import json
 import threading
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,15 +29,18 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from kvgrpc.engines.sglang.cache.common import common_of
-from kvgrpc.engines.sglang.cache.orders import OrderQueue
+from kvgrpc.engines.sglang.cache.orders import CacheOrder, OrderKind, OrderQueue, Told
 from kvgrpc.engines.sglang.cache.served import SglangCache
+from kvgrpc.engines.sglang.cache.tree import TreeOrders
 from kvgrpc.engines.sglang.clearing import Clearing
 from kvgrpc.engines.sglang.hicache import _pages
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.model import Layout, RankRef, Role
-from kvgrpc.prefetch.model import Namespace, PrefetchLimits
+from kvgrpc.prefetch.model import Namespace, OperationState, PrefetchLimits, Stop
+from kvgrpc.prefetch.storage.base import StorageDown
 from kvgrpc.prefetch.storage.keys import KeyMode
 from kvgrpc.prefetch.storage.mooncake.local import LocalStore
+from kvgrpc.pull.taking.peers import PeersBackend
 from kvgrpc.server import CacheServer, RankConfig, RegistryServer, open_cache
 from tests.support.faults.storage import FAILED, HANG, FaultyBackend, memory_backend
 from tests.support.waiting import wait_until
@@ -436,6 +441,28 @@ class TestPulls:
         assert storage.clear() and lends.cache.count(HASHES[1:]) == 0
         storage.close()
 
+    def test_after_a_detach_nothing_is_lent_any_more(self) -> None:
+        """The engine may get other weights before a storage is attached again."""
+        storage = self.storage(host_pool(), pull={"exported_pages": 3})
+        assert storage.batch_set_v1(HASHES[:2], indices(0, 1)) == [True] * 2
+        lends, _ = storage.pulls()
+        assert lends.cache.count(HASHES) == 2
+        storage.close()
+        assert lends.cache.count(HASHES) == 0
+
+    def test_with_storage_behind_a_store_that_is_down_is_a_miss_on_the_schedulers_thread(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An error there would end SGLang's scheduler."""
+        storage = self.storage(host_pool(), pull={}, storage="file", storage_config={"path": str(tmp_path)})
+
+        def down(*_: object) -> int:
+            raise StorageDown("the disk is gone", "/pages")
+
+        monkeypatch.setattr(PeersBackend, "count_stored", down)
+        assert storage.batch_exists(HASHES) == 0
+        storage.close()
+
     def test_with_storage_behind_pages_go_there_as_well(self, tmp_path: Path) -> None:
         storage = self.storage(host_pool(), pull={}, storage="file", storage_config={"path": str(tmp_path)})
         assert storage.batch_set_v1(HASHES[:2], indices(0, 1)) == [True] * 2
@@ -483,6 +510,64 @@ class TestPulls:
         monkeypatch.delenv("KVGRPC_CACHE_LISTEN")
         with pytest.raises(FeatureDisabled, match="KVGRPC_CACHE_LISTEN"):
             self.storage(host_pool(), pull={})
+
+
+class Tree:
+    """SGLang's prefix tree, as far as one prefetch of an order looks at it. ``fails``: of looks for a prompt."""
+
+    page_size = PAGE
+    enable_storage, hicache_storage_pass_prefix_keys, prefetch_threshold = True, False, 1
+    tree_core = SimpleNamespace(is_eagle=False)
+
+    def __init__(self) -> None:
+        self.fails = 0
+        self.ongoing_prefetch: dict[Any, Any] = {}
+        self.ongoing_backup: dict[int, Any] = {}
+        self.prefetch_loaded_tokens_by_reqid: dict[Any, int] = {}
+
+    def match_prefix(self, params: Any) -> Any:
+        if self.fails:
+            self.fails -= 1
+            raise RuntimeError("no such node")
+        return SimpleNamespace(device_prefix_len=0, host_hit_length=0, last_host_node=None)
+
+    def is_root(self, node: Any) -> bool:
+        return True
+
+    def get_last_hash_value(self, node: Any) -> None:
+        return None
+
+    def prefetch_from_storage(self, handle: Any, *arguments: Any, **more: Any) -> None:
+        operation = SimpleNamespace(completed_tokens=0, storage_hit_count=PAGE)
+        self.ongoing_prefetch[handle] = SimpleNamespace(operation=operation, host_indices=None)
+
+    def release_aborted_request(self, handle: Any) -> None:
+        pass
+
+
+def ordered(kind: OrderKind, number: str, **more: Any) -> CacheOrder:
+    return CacheOrder(kind, number, array("q", range(2 * PAGE)).tobytes(), **more)
+
+
+class TestOrdersOnATree:
+    def test_one_that_ends_with_an_error_is_told_and_the_others_of_the_step_too(self) -> None:
+        tree, told = Tree(), list[Told]()
+        orders = TreeOrders(tree, told.append)
+        for number in ("a", "b"):
+            orders.do(ordered(OrderKind.PREFETCH, number))
+        told.clear()
+        tree.ongoing_prefetch.clear()
+        tree.fails = 1
+        orders.look_after()
+        assert [(each.number, each.state) for each in told] == [
+            ("a", OperationState.FAILED),
+            ("b", OperationState.DECLINED),
+        ]
+
+    def test_a_cut_of_one_that_the_tree_does_not_know_ends_it(self) -> None:
+        told = list[Told]()
+        TreeOrders(Tree(), told.append).do(CacheOrder(OrderKind.CUT, "gone", stop=Stop.DEADLINE))
+        assert told == [Told("gone", OperationState.CANCELLED, Stop.DEADLINE)]
 
 
 def with_backend(storage: Any, backend: Any) -> Any:

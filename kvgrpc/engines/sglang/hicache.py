@@ -221,6 +221,9 @@ class KvGrpcStorage(HiCacheStorage):
             return False
 
     def close(self) -> None:
+        """SGLang detaches its storage: its weights may be others before it attaches one again."""
+        if self._exported is not None:
+            self._exported.close()
         self._clearing.stop()
         if not self._backend.close(_CLOSE_SECONDS):
             logger.error("kvgrpc: storage %r still hangs after %.0f s", self._settings.storage, _CLOSE_SECONDS)
@@ -238,9 +241,9 @@ class KvGrpcStorage(HiCacheStorage):
         """SGLang's decode asks on its scheduler's thread, which waits for nobody: peers are not asked there."""
         if self._clearing.under_way:
             return 0
-        if isinstance(self._backend, PeersBackend) and threading.current_thread() is threading.main_thread():
-            return self._backend.count_stored(names, self._settings.timeout)
         try:
+            if isinstance(self._backend, PeersBackend) and threading.current_thread() is threading.main_thread():
+                return self._backend.count_stored(names, self._settings.timeout)
             return self._backend.count_leading(names, self._settings.timeout)
         except StorageDown as error:
             self._complain(error.message)

@@ -31,6 +31,7 @@ class ExportedPages:
         self._busy: dict[int, int] = {}
         # Of those, the ones that are free afterwards: what they hold was cleared.
         self._cleared: set[int] = set()
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._known)
@@ -88,6 +89,12 @@ class ExportedPages:
             self._known.clear()
             self._cleared.update(self._busy)
 
+    def close(self) -> None:
+        """Forgets all pages and takes no further ones; the memory stays for whoever reads it at this moment."""
+        with self._lock:
+            self._closed = True
+        self.clear()
+
     def _leading(self, hashes: Sequence[str]) -> int:
         return next((n for n, name in enumerate(hashes) if name not in self._known), len(hashes))
 
@@ -101,8 +108,10 @@ class ExportedPages:
                 self._free.append(page)
 
     def _take(self, page_hash: str) -> int | None:
-        """A page to be filled; None where it is here already, or every page is read or filled."""
+        """A page to be filled; None where it is here already, every page is read or filled, or after ``close``."""
         with self._lock:
+            if self._closed:
+                return None
             if page_hash in self._known:
                 self._known.move_to_end(page_hash)
                 return None

@@ -22,6 +22,7 @@ from kvgrpc.errors import FeatureDisabled, PeerUnreachable, StorageFailed, TooMa
 from kvgrpc.hashing import page_hashes, storage_seed
 from kvgrpc.model import RankId, RankRef, Tier
 from kvgrpc.prefetch.model import Namespace, OperationKind, OperationState, PrefetchLimits, Stop
+from kvgrpc.prefetch.orders import EngineOrders
 from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.protocol.order import Order
 
@@ -110,6 +111,22 @@ class TestOperations:
         assert scheduler.step() == [] and not operation.ended
         scheduler.cache.told(Told(cut.number, OperationState.CANCELLED, Stop.CANCELLED, done=2 * PAGE))
         assert (operation.state, operation.completed) == (OperationState.CANCELLED, 2)
+
+    def test_one_that_its_caller_ends_while_the_scheduler_takes_it_costs_the_others_nothing(
+        self, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first, second = scheduler.start(), scheduler.start(TOKENS[: 4 * PAGE])
+        take = EngineOrders.take
+
+        def taken_and_ended(orders: EngineOrders) -> Operation | None:
+            operation = take(orders)
+            if operation is first:
+                orders.end(operation, OperationState.CANCELLED, Stop.CANCELLED)
+            return operation
+
+        monkeypatch.setattr(EngineOrders, "take", taken_and_ended)
+        assert [order.number for order in scheduler.step()] == [second.operation_id]
+        assert scheduler.step() == []
 
     def test_one_whose_time_is_over_is_cut(self, scheduler: Scheduler) -> None:
         operation = scheduler.start(timeout=0.01)

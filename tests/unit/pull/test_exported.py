@@ -153,3 +153,10 @@ def test_threads_that_offer_and_read_the_same_pages_never_see_the_bytes_of_other
     for thread in writers:
         thread.join()
     assert wrong == [] and len(exported) <= 3
+
+
+def test_after_its_end_nothing_is_lent_or_taken() -> None:
+    exported, engine = filled(4, 0, 1)
+    exported.close()
+    exported.offer(HASHES[2:4], engine.pages(2, 3))
+    assert exported.count(HASHES) == 0 and exported.count(HASHES[2:]) == 0

@@ -95,11 +95,12 @@ class Desk:
             return []
         if self._wakes is not None:
             self._wakes.clear()
+        orders = self.questions.take()
         try:
-            return [*self.questions.take(), *self.cache.take(TOKENS_OF_A_STEP)]
+            orders += self.cache.take(TOKENS_OF_A_STEP)
         except Exception as error:
             logger.error("kvgrpc: orders were not taken in this step: %s", error, exc_info=error)
-            return []
+        return orders
 
     def do(self, orders: list[CacheOrder]) -> None:
         for order in orders:

@@ -220,8 +220,12 @@ class SglangCache:
         found = [*self._cuts(), *self._unpins()]
         tokens = 0
         while tokens < most and (operation := self._orders.take()) is not None:
-            prompt = self._starting.pop(operation.operation_id)
+            prompt = self._starting.get(operation.operation_id)
             self._taken[operation.operation_id] = operation
+            if prompt is None or operation.ended:  # a caller has just ended it, and may have looked before it was there
+                self._taken.pop(operation.operation_id, None)
+                continue
+            self._starting.pop(operation.operation_id, None)
             kind = OrderKind.PREFETCH if operation.kind is OperationKind.PREFETCH else OrderKind.BACKUP
             found.append(_order(kind, operation.operation_id, prompt))
             tokens += len(prompt.tokens) // 8

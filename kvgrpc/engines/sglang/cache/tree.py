@@ -94,7 +94,7 @@ class TreeOrders:
             try:
                 self._tell_progress(fetching)
             except Exception as error:
-                del self._fetching[fetching.order.number]
+                self._fetching.pop(fetching.order.number, None)
                 text = one_line(f"{type(error).__name__}: {error}")
                 self._lines.exception("follow", f"kvgrpc: SGLang's tree does not say what became of a prefetch: {text}")
                 self._tell(Told(fetching.order.number, OperationState.FAILED, error=text))
@@ -191,6 +191,8 @@ class TreeOrders:
         """Ends a prefetch as SGLang's time-out for a request does: what has arrived at every rank stays."""
         fetching = self._fetching.get(order.number)
         if fetching is None:
+            if order.number not in self._writing:
+                self._tell(Told(order.number, OperationState.CANCELLED, order.stop))
             return
         fetching.stop = order.stop
         fetching.operation.mark_terminate()
