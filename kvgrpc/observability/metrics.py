@@ -106,6 +106,9 @@ STORAGE_CALLS = _counter("kvgrpc_storage_calls", "Calls of storage backends that
 # Pulls that ended. direction: "taken", "lent"; end: "OK", or the name of the ErrorReason.
 PULLS = _counter("kvgrpc_pulls", "Rooms between host caches that ended.", "direction", "end")
 PULLED_BYTES = _counter("kvgrpc_pulled_bytes", "Bytes of pages that came over them.", "direction")
+# Of engines that say how quickly they compute, by the leading rank of each cache.
+PULL_SPARED = _counter("kvgrpc_pull_spared_seconds", "Seconds that computing pages would have taken which were taken.")
+PULL_SPENT = _counter("kvgrpc_pull_spent_seconds", "Seconds that taking pages took, of those that brought none too.")
 
 # The registry.
 REGISTRY_ROWS = _gauge("kvgrpc_registry_rows", "Rows that are registered, each with a lease that runs.")

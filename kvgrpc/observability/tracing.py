@@ -1,4 +1,5 @@
-"""One hand-off as one trace over both processes (OpenTelemetry), for ranks that are told to (``RankConfig.tracing``).
+"""One hand-off, or one room of a pull, as one trace over both processes (OpenTelemetry), for ranks that are told to
+(``RankConfig.tracing``).
 
 Decode's span is the child of what the engine gave its receiver, and is what travels as the room's trace context; the
 span of each prefill rank that owes a part is its child. The engine brings the SDK and its exporter: this uses the API
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _MOST_PEERS = 8
+_SIDES_OF_A_PULL = {"prefill": "holder", "decode": "taker"}
 
 
 class OpenSpan(NamedTuple):
@@ -39,8 +41,9 @@ class OpenSpan(NamedTuple):
 class Spans:
     """Of one rank. For the loop thread; nothing of an SDK or its exporter that raises gets out."""
 
-    def __init__(self, role: str, rank: object) -> None:
-        """Raises ImportError where opentelemetry-api is not installed."""
+    def __init__(self, role: str, rank: object, *, pulls: bool = False) -> None:
+        """``pulls``: the rooms are those of pulls, whose holder sends as a prefill does. Raises ImportError where
+        opentelemetry-api is not installed."""
         from opentelemetry import trace
         from opentelemetry.context import Context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -49,7 +52,7 @@ class Spans:
         self._nothing = Context()
         self._headers = TraceContextTextMapPropagator()
         self._tracer = trace.get_tracer("kvgrpc", __version__)
-        self._name = f"kvgrpc hand-off {role}"
+        self._name = f"kvgrpc pull {_SIDES_OF_A_PULL[role]}" if pulls else f"kvgrpc hand-off {role}"
         self._kind = trace.SpanKind.CLIENT if role == "decode" else trace.SpanKind.SERVER
         self._rank = str(rank)
         self._lines = RateLimited(logger)
@@ -107,10 +110,10 @@ class Spans:
         self._lines.say(logging.WARNING, "spans", f"{self._rank} could not trace a hand-off: {type(error).__name__}")
 
 
-def spans_of(role: str, rank: object) -> Spans | None:
+def spans_of(role: str, rank: object, *, pulls: bool = False) -> Spans | None:
     """None, and a line in the log, where opentelemetry-api is not installed."""
     try:
-        return Spans(role, rank)
+        return Spans(role, rank, pulls=pulls)
     except ImportError:
         logger.warning("%s is to trace, but opentelemetry-api is not installed: pip install 'kvgrpc[tracing]'", rank)
         return None

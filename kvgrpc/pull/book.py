@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -63,10 +64,11 @@ class Entry:
 
 
 class PullBook:
-    """Thread-safe. ``page_bytes``: of the pages that are pulled."""
+    """Thread-safe. ``page_bytes``: of the pages that are pulled; ``page_seconds``: that the engine takes to compute
+    one, 0: nobody said."""
 
-    def __init__(self, page_bytes: int) -> None:
-        self._page_bytes = page_bytes
+    def __init__(self, page_bytes: int, page_seconds: Callable[[], float] = lambda: 0.0) -> None:
+        self._page_bytes, self._page_seconds = page_bytes, page_seconds
         self._lock = threading.Lock()
         # Oldest first. Not by room: whoever asks for a loan names it, also a number that another one has.
         self._open: dict[Entry, None] = {}
@@ -85,8 +87,13 @@ class PullBook:
         with self._lock:
             return tuple(reversed(self._rates.items()))
 
-    def note_rate(self, engine: str, pages: int, seconds: float) -> None:
-        """So many pages came from an engine in this time, questions and copies included. Few pages say little of it."""
+    def note_taken(self, engine: str, pages: int, seconds: float) -> None:
+        """So many pages came from an engine in this time, questions and copies included. Few of them say little of its
+        rate."""
+        each = self._page_seconds()
+        if each:
+            metrics.PULL_SPARED.inc(pages * each)
+            metrics.PULL_SPENT.inc(seconds)
         if pages < LEAST_MEASURED_PAGES or seconds <= 0:
             return
         rate = pages * self._page_bytes / seconds

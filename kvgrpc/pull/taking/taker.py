@@ -83,7 +83,7 @@ class Taker:
             for batch in (pull.now, pull.behind):  # of one that is cancelled
                 if batch is not None:
                     self._end(batch)
-        self._book.note_rate(found.holder.engine, pull.done, self._now() - began)
+        self._book.note_taken(found.holder.engine, pull.done, self._now() - began)
         return [OK] * pull.done + [why] * (len(buffers) - pull.done)
 
     def _take_all(self, pull: _Pull) -> Waiting[PageResult]:

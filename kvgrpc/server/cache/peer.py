@@ -37,6 +37,7 @@ from kvgrpc.server.config import RankConfig
 from kvgrpc.server.port.callers import CallersHere
 from kvgrpc.server.port.description import ServerInfo, limits_to_pb
 from kvgrpc.server.port.listener import Listener
+from kvgrpc.server.port.load import RankLoad
 from kvgrpc.server.port.servicer import ServerServicer
 from kvgrpc.transfer.runtime.decode_manager import DecodeManager
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
@@ -71,14 +72,15 @@ class CachePeer:
         lends: LentPages,
         backend: PeersBackend,
         rank_drains: Callable[[], bool],
+        load: RankLoad,
         hands_off: Callable[[], bool] = lambda: False,
     ) -> None:
         """Opens the data plane and takes the staging memory. Raises FeatureDisabled, MemoryError.
 
-        ``hands_off``: whether the rank's hand-offs are being written.
+        ``load``: that which the engine tells; ``hands_off``: whether the rank's hand-offs are being written.
         """
         self._config, self._pull, self._ref = config, pull, ref
-        self._rank_drains, self._hands_off = rank_drains, hands_off
+        self._rank_drains, self._hands_off, self._load = rank_drains, hands_off, load
         self._backend = backend
         self._loop = LoopThread.shared()
         self.plane: DataPlane = _plane_like(config)
@@ -96,7 +98,7 @@ class CachePeer:
         config, pull, ref = self._config, self._pull, self._ref
         sizes = pull.staged(lends.page_bytes), lends.page_bytes, lends.page_tokens
         staging = Staging(self.plane, *sizes, lends.dtype)
-        self.book = PullBook(lends.page_bytes)
+        self.book = PullBook(lends.page_bytes, self._page_seconds)
         self._page_tokens, self._page_bytes = lends.page_tokens, lends.page_bytes
         self._page_forms = page_forms(lends.keys.identity, lends.shares, lends.common)
         self._staging = staging
@@ -135,6 +137,12 @@ class CachePeer:
             pull_rates=self.book.rates(),
             page_forms=self._page_forms,
         )
+
+    def _page_seconds(self) -> float:
+        """Computing a page at the engine's speed; 0: not told. Other ranks than the leading one take parts of the same
+        pages."""
+        speed = self._load.prefill_tokens_per_second if self._ref.rank.leads else 0.0
+        return self._page_tokens / speed if speed else 0.0
 
     async def open(self) -> None:
         """Binds and serves. Raises AddressNotAllowed."""
@@ -303,6 +311,8 @@ def _transfer_config(config: RankConfig, ref: RankRef, staging: Staging, model: 
         refusal_proves_death=config.refusal_proves_death,
         verify=config.verify,
         check_pages=config.check_pages,
+        tracing=config.tracing,
+        pulls=True,
         tls=config.client_security.tls,
         opener_role=None,
     )

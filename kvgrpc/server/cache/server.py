@@ -115,9 +115,8 @@ class CacheServer:
         config = self.config
         if self._pulls is not None and config.pull is not None:
             lends, backend = self._pulls
-            self._peer = await asyncio.to_thread(
-                CachePeer, config, config.pull, self.rank, lends, backend, lambda: self._listener.draining
-            )
+            mine = config, config.pull, self.rank, lends, backend
+            self._peer = await asyncio.to_thread(CachePeer, *mine, lambda: self._listener.draining, self._load)
             await self._peer.open()
             if self.rank.rank.leads:
                 self._load.add_pulls(self._peer.add_load)

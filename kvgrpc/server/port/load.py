@@ -33,6 +33,12 @@ class RankLoad:
             said = replace(said, waiting_tokens=int(waiting_tokens))
         self._said = said
 
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """The speed that the engine told; 0: it told none."""
+        said = self._said
+        return 0.0 if said is None else said.prefill_tokens_per_second
+
     def add_pulls(self, pulls: Callable[[EngineLoad], EngineLoad] | None) -> None:
         """From now on ``pulls`` adds what the cache lends and takes; None: it does neither any more."""
         self._pulls = pulls

@@ -246,7 +246,7 @@ class Rank(Generic[Transfer]):
         self.transfer.start()
         if self.prefetch is not None and parts.peers is not None and config.pull is not None:
             mine = config, config.pull, self.ref, lent_of(self.prefetch), parts.peers
-            parts.cache_peer = await asyncio.to_thread(CachePeer, *mine, self._drains, self._hands_off)
+            parts.cache_peer = await asyncio.to_thread(CachePeer, *mine, self._drains, self.load, self._hands_off)
             await parts.cache_peer.open()
             self.load.add_pulls(parts.cache_peer.add_load)
         if parts.registry is not None:

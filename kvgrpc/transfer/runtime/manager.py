@@ -80,6 +80,8 @@ class TransferConfig:
     check_pages: bool = False
     gather_bytes: int = 0
     tracing: bool = False
+    # Rooms are those of pulls between caches, for whoever reads traces.
+    pulls: bool = False
     # Sessions are dialled over TLS, whose handshake waits for the interpreter of the side that is dialled.
     tls: bool = False
     # Of whoever opens a session; None: any, as where caches lend to each other.
@@ -170,7 +172,7 @@ class TransferManager(RoomTables[Record]):
         self._conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         # What the handles of rooms call; None, which costs a room nothing, until an engine asked for ``fileno``.
         self.on_change: _Changes | None = None
-        self._spans = spans_of(self.role, config.ref) if config.tracing else None
+        self._spans = spans_of(self.role, config.ref, pulls=config.pulls) if config.tracing else None
         # Of each pool, and of them all: one list of pages addresses every pool.
         self._pool_page_bytes = tuple(pool.page_bytes for pool in config.pools)
         self._page_bytes = sum(self._pool_page_bytes)
