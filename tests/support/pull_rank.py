@@ -18,7 +18,7 @@ from typing import Any
 
 from kvgrpc.prefetch.model import OperationKind
 from kvgrpc.prefetch.pools.shape import PageShape
-from kvgrpc.pull.model import PullConfig
+from kvgrpc.pull.model import PullConfig, PullDirection
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.server import ClientSecurity, ServerSecurity
 from tests.support import cache_serving
@@ -88,6 +88,11 @@ class Orders:
         staging = self._peer._lender._staging
         read = self._rank.manager.host.table.counts()["read"]
         return {"lending": staging.lending.taken, "landing": staging.landing.taken, "read": read}
+
+    def gave(self) -> dict[str, Any]:
+        """Pages that it lent and that were written, since it was opened."""
+        lent = (row for row in self._peer.book.rows() if row.direction is PullDirection.LENT)
+        return {"pages": sum(row.done for row in lent)}
 
     def awaited(self) -> dict[str, Any]:
         """Ranks that it lost and dials all the same."""
