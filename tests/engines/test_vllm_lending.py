@@ -19,17 +19,20 @@ from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1 import pull_service_pb2
 from tests.engines.vllm_tiers import BLOCK, Offloading, ended, keys_of, offloading, prompt, start
 
+POLLS = "vllm_offload_tier_poll"
 PULL = {"staging_pages": 64, "answer_timeout": 5.0, "stall_timeout": 5.0}
 
 
 @contextmanager
-def pair(path: Path | None = None) -> Iterator[tuple[Offloading, SyncClient, Offloading, SyncClient]]:
-    """The one that lends, without storage; and the one that takes, with the storage at ``path``."""
+def pair(
+    path: Path | None = None, lends: Path | None = None
+) -> Iterator[tuple[Offloading, SyncClient, Offloading, SyncClient]]:
+    """The one that lends, with the storage at ``lends``, and the one that takes, with that at ``path``; None: none."""
     registry = RegistryServer(["127.0.0.1:0"]).open()
     common: dict[str, Any] = {"registry": registry.address, "data_plane": "shm", "pull": PULL}
     try:
         with (
-            offloading(None, **{**common, "engine": "lends"}) as (holder, holders),
+            offloading(lends, **{**common, "engine": "lends"}) as (holder, holders),
             offloading(path, **{**common, "engine": "takes"}) as (taker, takers),
         ):
             with SyncClient(registry.address) as known:
@@ -128,6 +131,68 @@ def test_what_the_holder_lacks_comes_from_storage(tmp_path: Path) -> None:
 def taker_sees(taker: Offloading, takers: SyncClient) -> bool:
     """Whether the taker has heard of the holder."""
     return bool(taker.tier._server._peer._holders.candidates())
+
+
+def test_a_stranger_hears_nothing_of_storage_and_nothing_is_promoted_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for the question, nor where chunks that it was told of went to storage before it asked for them: the
+    tier of storage is not asked, whose hit would be promoted."""
+    keys = keys_of(prompt(6))
+    with pair(lends=tmp_path) as (holder, _, taker, takers):
+        holder.compute(keys)
+        holder.wait(lambda: taker_sees(taker, takers))
+        assert takers.lookup(pb.PromptPages(tokens=prompt(6))).storage_pages == 6
+        holder.empty_host()
+        storage, asked = holder.manager.secondary_tiers[0], list[str]()
+        look = storage.lookup
+
+        def looks(key: Any, context: Any) -> Any:
+            asked.append(context.req_id)
+            return look(key, context)
+
+        monkeypatch.setattr(storage, "lookup", looks)
+        assert ended(takers, start(takers, prompt(6))).completed_pages == 0, "it had been told of six"
+        assert taker.look_up(keys) == 0 and takers.lookup(pb.PromptPages(tokens=prompt(6))).storage_pages == 0
+        assert holder.request(keys) == 0 and holder.nothing_is_held()
+        holder.compute(keys[:2])
+        assert taker.look_up(keys) == 2 and holder.request(keys) == 2 and not asked
+        assert holder.look_up(keys) == 6 and asked, "a request of its own has the others brought"
+
+
+def test_vllms_two_threads_serve_strangers_in_turn_and_no_other_thread_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One steps, one polls each millisecond: also for an engine that takes no step."""
+    keys = keys_of(prompt(6))
+    with pair() as (holder, _, taker, takers):
+        holder.compute(keys)
+        holder.wait(lambda: taker_sees(taker, takers))
+        serve, look = holder.tier.serve_external_requests, holder.manager.primary_tier.lookup
+        inside, served, looked, wrong = list[str](), set[str](), set[str](), list[str]()
+
+        def serves(parent: Any) -> None:
+            name = threading.current_thread().name
+            if inside or not holder.manager.lock.locked():
+                wrong.append(f"{name} beside {inside}")
+            inside.append(name)
+            serve(parent)
+            inside.remove(name)
+            served.add(name)
+
+        def looks(*arguments: Any) -> Any:
+            looked.add(threading.current_thread().name)
+            return look(*arguments)
+
+        monkeypatch.setattr(holder.tier, "serve_external_requests", serves)
+        monkeypatch.setattr(holder.manager.primary_tier, "lookup", looks)
+        for idle in (False, True):
+            for _ in range(5):
+                taker.empty_host()
+                assert taker.look_up(keys) == 6
+            if not idle:
+                assert len(served) == 2
+                holder.stop_stepping()
+                served.clear()
+        assert served == {POLLS} and POLLS in looked and len(looked) <= 2 and not wrong
 
 
 def test_a_holder_that_empties_its_cache_while_it_lends_ends_no_engine(tmp_path: Path) -> None:

@@ -69,9 +69,13 @@ class Offloading:
         self._stepping.start()
 
     def close(self) -> None:
+        self.stop_stepping()
+        self.manager.shutdown()
+
+    def stop_stepping(self) -> None:
+        """As an engine without a request, of which vLLM's polling thread is left."""
         self._over.set()
         self._stepping.join()
-        self.manager.shutdown()
 
     def _step_on(self) -> None:
         while not self._over.wait(0.001):
