@@ -106,7 +106,9 @@ class CacheRank:
 
 
 def open_cache_rank(path: Path, storage: Any = "file", **changes: Any) -> CacheRank:
-    plane = kvgrpc.dataplane.open_plane(changes.pop("plane_name", "shm"))
+    """``around``: makes of a data plane the one that hand-offs use."""
+    around = changes.pop("around", lambda plane: plane)
+    plane = around(kvgrpc.dataplane.open_plane(changes.pop("plane_name", "shm")))
     pool = Pool("kv", PoolKind.KV, 16, 8, "x", (Region(0, "kv", plane.allocate(8 * 4096), 4096, 4096),))
     config = {key: changes.pop(key) for key in list(changes) if key not in _PREFETCH}
     settings = {"model": "test/model", "shape": SHAPE, "host_pages": 64, "limits": LIMITS, **changes}

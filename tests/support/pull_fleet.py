@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from kvgrpc.client import SyncClient
 from kvgrpc.model import RankRef
 from kvgrpc.prefetch.model import OperationKind
 from kvgrpc.pull.model import Holder, PullConfig
 from kvgrpc.pull.wire import identity_to_pb
-from kvgrpc.server import IndexServer, RegistryServer
+from kvgrpc.server import IndexServer, RankConfig, RegistryServer
+from kvgrpc.server.cache import peer as cache_peer
 from kvgrpc.v1 import pull_service_pb2 as pb
 from kvgrpc.v1.pull_service_pb2_grpc import PullServiceStub
 from kvgrpc.wire import rank_ref_to_pb
@@ -104,6 +106,29 @@ def pulled(rank: CacheRank, hashes: list[str]) -> Any:
     return rank.manager.controller.book.row(operation)
 
 
+def staging_of(rank: CacheRank) -> Any:
+    return peer_of(rank)._staging
+
+
 def nothing_is_lent(rank: CacheRank) -> bool:
-    staging = peer_of(rank)._lender._staging
-    return bool(staging.lending.taken == 0 and rank.manager.host.table.counts()["read"] == 0)
+    return bool(staging_of(rank).lending.taken == 0 and rank.manager.host.table.counts()["read"] == 0)
+
+
+def all_is_back(*ranks: CacheRank) -> bool:
+    """Nothing is lent, and no page waits for what is taken."""
+    return all(nothing_is_lent(rank) and staging_of(rank).landing.taken == 0 for rank in ranks)
+
+
+@contextlib.contextmanager
+def planes_of_caches(around: Callable[[Any], Any]) -> Iterator[list[Any]]:
+    """The data planes for pulls of ranks that open meanwhile, each as ``around`` makes it."""
+    planes: list[Any] = []
+    plain = cache_peer._plane_like
+
+    def opened(config: RankConfig) -> Any:
+        planes.append(around(plain(config)))
+        return planes[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_peer, "_plane_like", opened)
+        yield planes

@@ -23,7 +23,7 @@ from kvgrpc.server import IndexServer
 from kvgrpc.server.cache import peer as cache_peer
 from kvgrpc.v1 import prefetch_service_pb2
 from tests.support.cache_serving import SHAPE, CacheRank, bytes_of, ended, hashes_of, prompt
-from tests.support.pull_fleet import PULL, PullFleet, candidates_of, peer_of, pulled
+from tests.support.pull_fleet import PULL, PullFleet, candidates_of, peer_of, planes_of_caches, pulled
 from tests.support.waiting import wait_until
 
 EVENTS = {"publisher": "null"}
@@ -153,19 +153,11 @@ def test_a_pull_leaves_landing_pages_for_the_next_one() -> None:
 
 
 def test_a_cache_that_does_not_open_closes_its_data_plane(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    planes: list[Any] = []
-    real = cache_peer._plane_like
-
-    def opened(*arguments: Any) -> Any:
-        planes.append(real(*arguments))
-        return planes[-1]
-
     def no_memory(*_: Any) -> None:
         raise MemoryError("no staging memory")
 
-    monkeypatch.setattr(cache_peer, "_plane_like", opened)
     monkeypatch.setattr(cache_peer, "Staging", no_memory)
-    with pytest.raises(MemoryError):
+    with planes_of_caches(lambda plane: plane) as planes, pytest.raises(MemoryError):
         fleet.open("holder", pull=PULL)
     assert planes and all(plane.closed for plane in planes)
 
