@@ -37,7 +37,8 @@ LEFT_IN_SHARED_MEMORY = ("psm_", "sem.mp-", "sgl", "vllm_")
 
 
 class Request:
-    """One request at one engine: its tokens so far, and how it ended. ``wait`` says False when it did not in time."""
+    """One request at one engine: its tokens so far, in how many messages they came, and how it ended. ``wait`` says
+    False when it did not in time."""
 
     def __init__(self, engine: Engine, number: int) -> None:
         self.engine = engine
@@ -46,6 +47,7 @@ class Request:
         self.first: float | None = None
         self.ended: float | None = None
         self.tokens: list[int] = []
+        self.messages = 0
         self.cached = 0
         self.error: str | None = None
         self.value: Any = None
@@ -72,6 +74,7 @@ class Request:
             self._done.set()
         else:
             self.tokens, self.cached = message["tokens"], message.get("cached") or 0
+            self.messages += 1
             if self.tokens and self.first is None:
                 self.first = message["t"]
 
@@ -135,7 +138,7 @@ class Engine:
         return self._ask("generate", ids=prompt, n=new_tokens, extra=extra, dp=replica)
 
     def generate_samples(self, prompt: list[int], new_tokens: int, samples: int, **extra: Any) -> Request:
-        """Of one request; its ``value`` has the tokens of each (SGLang)."""
+        """Of one request; its ``value`` has the tokens of each, of vLLM with what it answered."""
         return self._ask("samples", ids=prompt, n=new_tokens, samples=samples, extra=extra)
 
     def abort(self, request: Request) -> None:
@@ -264,9 +267,11 @@ class Pair:
         backend: str = "kvgrpc",
         tp: int = 1,
         environment: Mapping[str, str] | None = None,
+        prefill_environment: Mapping[str, str] | None = None,
         prefill: Mapping[str, Any] | None = None,
         decode: Mapping[str, Any] | None = None,
     ) -> None:
+        self._own_environment = {"prefill": prefill_environment or {}}
         common = {**engine_arguments(model, tp), "disaggregation_transfer_backend": backend}
         arguments = {
             "prefill": {**common, "chunked_prefill_size": 64, **(prefill or {})},
@@ -293,7 +298,8 @@ class Pair:
             "disaggregation_bootstrap_port": self.bootstrap_port,
             "port": free_port(),
         }
-        return Engine(role, self._folder, {**self._arguments[role], **own, **more}, self._environment)
+        environment = {**self._environment, **self._own_environment.get(role, {})}
+        return Engine(role, self._folder, {**self._arguments[role], **own, **more}, environment)
 
     def start_decode_beside(self, **more: Any) -> Engine:
         """A second decode engine, ready; meanwhile the pair is stopped, because schedulers poll without a pause."""

@@ -19,6 +19,7 @@ HOST_RATIO = 2
 
 
 DEVICE_AND_HOST_TOKENS = (1 + HOST_RATIO) * 4096  # engine_arguments
+PLUGIN = {"SGLANG_ON_CPU_PLUGIN": "tests.engines.hicache_on_cpu:register"}
 
 
 class Hierarchical(Engine):
@@ -36,6 +37,12 @@ def started(
     **storage: Any,
 ) -> Engine:
     """``sizes``: arguments of the engine in the place of the small ones. ``storage``: of the extra config."""
+    arguments = {**engine_arguments(reference.path, ranks), **(sizes or {}), **cache_arguments(**storage)}
+    return engine("hicache", folder, arguments, {**PLUGIN, **(environment or {})})
+
+
+def cache_arguments(**storage: Any) -> dict[str, Any]:
+    """Of an engine with a host tier. ``storage``: of the extra config."""
     config = {
         "backend_name": "kvgrpc",
         "module_path": "kvgrpc.engines.sglang.hicache",
@@ -44,9 +51,7 @@ def started(
         "prefetch_threshold": PAGE,
         **storage,
     }
-    arguments = {
-        **engine_arguments(reference.path, ranks),
-        **(sizes or {}),
+    return {
         "enable_hierarchical_cache": True,
         "hicache_ratio": float(HOST_RATIO),
         "hicache_io_backend": "direct",
@@ -56,8 +61,6 @@ def started(
         "hicache_storage_backend": "dynamic",
         "hicache_storage_backend_extra_config": json.dumps(config),
     }
-    plugin = {"SGLANG_ON_CPU_PLUGIN": "tests.engines.hicache_on_cpu:register"}
-    return engine("hicache", folder, arguments, {**plugin, **(environment or {})})
 
 
 def ask(engine: Engine, case: Case) -> Request:

@@ -11,7 +11,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tests.engines.engine import Pair, Request
@@ -41,8 +41,12 @@ def serve_under_load(pair: Pair, reference: Reference) -> None:
     served, failures = Served(), list[str]()
     with _busy_processes(BUSY):
         end = time.monotonic() + LOADED_SECONDS
+
+        def is_over() -> bool:
+            return time.monotonic() > end
+
         threads = [
-            threading.Thread(target=_ask_on, args=(pair, cases[number::CLIENTS], end, served, failures))
+            threading.Thread(target=_ask_on, args=(pair, cases[number::CLIENTS], is_over, served, failures))
             for number in range(CLIENTS)
         ]
         for thread in threads:
@@ -61,11 +65,30 @@ def serve_under_load(pair: Pair, reference: Reference) -> None:
     assert pair.prefill.is_empty() and pair.decode.is_empty()
 
 
-def _ask_on(pair: Pair, cases: list[Case], end: float, served: Served, failures: list[str]) -> None:
+@contextlib.contextmanager
+def handing_over(pair: Pair, cases: list[Case]) -> Iterator[Served]:
+    """Two clients ask for these prompts meanwhile, again and again. Raises AssertionError for one that went wrong."""
+    served, failures, over = Served(), list[str](), threading.Event()
+    threads = [
+        threading.Thread(target=_ask_on, args=(pair, cases[number::2], over.is_set, served, failures))
+        for number in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield served
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(ANSWER_SECONDS)
+    assert not failures, "\n".join(failures)
+
+
+def _ask_on(pair: Pair, cases: list[Case], is_over: Callable[[], bool], served: Served, failures: list[str]) -> None:
     """As one client: the next request once the last is answered, until the end or a failure. A case comes again long
     after the engines' pools have lost it."""
     for case in itertools.cycle(cases):
-        if failures or time.monotonic() > end:
+        if failures or is_over():
             return
         room, asked = pair.room(), time.monotonic()
         prefill, decode = pair.submit(case.prompt, len(case.tokens), room)

@@ -86,6 +86,19 @@ def test_a_transfer_id_that_is_used_twice_fails_only_the_second(pair: VllmPair, 
     assert pair.prefill.is_empty() and pair.decode.is_empty()
 
 
+@pytest.mark.parametrize("at_prefill", [1, 3], ids=["prefill is asked for one", "prefill is asked for all"])
+def test_parallel_samples_take_the_prompt_once(pair: VllmPair, reference: Reference, at_prefill: int) -> None:
+    """Decode is told another prompt, but for the last block: who computed it would have other tokens."""
+    case, room = reference.case(3 * BLOCK + 5), pair.room()
+    told = [*reference.case(3 * BLOCK).prompt, *case.prompt[3 * BLOCK :]]
+    prefill = pair.prefill.generate_samples(case.prompt, 1, at_prefill, **pair.at_prefill(room))
+    decode = pair.decode.generate_samples(told, len(case.tokens), 3, **pair.at_decode(room))
+    for request in (prefill, decode):
+        request.result()
+    assert decode.value["tokens"] == [case.tokens] * 3
+    assert pair.prefill.is_empty() and pair.decode.is_empty()
+
+
 @pytest.mark.parametrize("missing", ["transfer_id", "remote_bootstrap_addr"])
 def test_a_request_that_names_no_hand_off_is_served_by_decode_alone(
     pair: VllmPair, reference: Reference, missing: str

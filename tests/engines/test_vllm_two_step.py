@@ -74,6 +74,19 @@ def test_an_engine_of_both_roles_serves_the_other_way_round_too(pair: VllmPair, 
     assert pair.prefill.is_empty() and pair.decode.is_empty()
 
 
+@pytest.mark.parametrize("samples", [2, 5])
+def test_parallel_samples_take_the_prompt_once(pair: VllmPair, reference: Reference, samples: int) -> None:
+    """Decode is told another prompt, but for the last block: who computed it would have other tokens."""
+    case = reference.case(3 * BLOCK + 5)
+    told = [*reference.case(3 * BLOCK).prompt, *case.prompt[3 * BLOCK :]]
+    prefill = pair.prefill.generate_samples(case.prompt, 1, samples, **ASKED)
+    prefill.result()
+    decode = pair.decode.generate_samples(told, len(case.tokens), samples, **prefill.value["answered"])
+    decode.result()
+    assert decode.value["tokens"] == [case.tokens] * samples
+    assert pair.prefill.is_empty() and pair.decode.is_empty()
+
+
 def test_who_cannot_use_its_prefill_is_told(pair: VllmPair, reference: Reference) -> None:
     """What another connector's prefill answers."""
     case = reference.case(100)

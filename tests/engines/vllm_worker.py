@@ -45,6 +45,26 @@ class VllmWorker(Worker):
             self._say(id=message["id"], t=time.monotonic(), tokens=list(only.token_ids), cached=cached)
         return answered
 
+    async def _samples(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The most likely tokens, which vLLM's greedy sampling gives to one sample alone; and what the answer says."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            n=message["samples"],
+            max_tokens=message["n"],
+            temperature=1.0,
+            top_k=1,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"kv_transfer_params": message["extra"]},
+        )
+        prompt = {"prompt_token_ids": message["ids"]}
+        async for output in self._engine.generate(prompt, sampling, str(message["id"])):
+            answered = output.kv_transfer_params
+        return {"tokens": [list(each.token_ids) for each in output.outputs], "answered": answered}
+
     async def _used(self, message: dict[str, Any]) -> int:
         return 0
 

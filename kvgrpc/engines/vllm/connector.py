@@ -69,7 +69,7 @@ class KvGrpcConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self._scheduler.tokens_elsewhere(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.on_blocks(request, blocks, num_external_tokens)

@@ -15,6 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvgrpc.engines.vllm.groups import Group
 from kvgrpc.engines.vllm.handoffs import Handoffs, Pages, Receive, Send
+from kvgrpc.engines.vllm.samples import Samples
 from kvgrpc.engines.vllm.stats import TransferStats
 from kvgrpc.observability.logging import RateLimited
 
@@ -56,6 +57,7 @@ class Scheduler:
         # At decode: pages that requests wait for, and why others have none from prefill.
         self._awaited: dict[str, frozenset[int]] = {}
         self._unused: dict[str, str] = {}
+        self._samples = Samples()
         self._stats = TransferStats()
         # A proxy that speaks another protocol does so for every request.
         self._lines = RateLimited(logger, lines=1, seconds=_QUIET_SECONDS)
@@ -68,8 +70,13 @@ class Scheduler:
 
         Decode names the room at once: while the request waits for its turn, prefill hears when decode is gone.
         """
-        if self._wants(request):
+        if self._samples.add_other(request.request_id):
+            return
+        wants = self._wants(request)
+        if wants:
             self._next.queued[request.request_id] = _receive(request, {}, 0)
+        if wants or self._gives(request):
+            self._samples.add_first(request.request_id, str(request.kv_transfer_params["transfer_id"]), coming=wants)
         alone = request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None
         if not self._moves_on or alone or not self._gives(request) or request.get_skip_reading_prefix_cache():
             return
@@ -79,8 +86,11 @@ class Scheduler:
         request.max_tokens = 1
         self._shortened.add(request.request_id)
 
-    def tokens_elsewhere(self, request: Request, computed: int) -> int:
-        """Returns how many tokens of the prompt, behind the ``computed`` ones, prefill will hand over."""
+    def tokens_elsewhere(self, request: Request, computed: int) -> int | None:
+        """Returns how many tokens of the prompt, behind the ``computed`` ones, prefill will hand over. None: ask again,
+        they are on their way for another sample of the request."""
+        if self._samples.waits(request.request_id):
+            return None
         return max(0, self._handed_over(request) - computed) if self._wants(request) else 0
 
     def on_blocks(self, request: Request, blocks: KVCacheBlocks, elsewhere: int) -> None:
@@ -93,6 +103,8 @@ class Scheduler:
             self._next.receives[number] = _receive(request, own, held)
             self._awaited[number] = frozenset(page for pages in own.values() for page in pages)
             self._next.queued.pop(number, None)
+            if not elsewhere:
+                self._samples.came(number)
             params["do_remote_prefill"] = False  # once; preempted later, it computes its prompt itself
         elif self._gives(request):
             self._next.announced[number] = str(params["transfer_id"])
@@ -107,6 +119,7 @@ class Scheduler:
                 self._leave(number, "hand_off_failed", "its hand-off failed: see the log of this engine's workers")
         for number in received:
             self._awaited.pop(number, None)
+            self._samples.came(number)
 
     def on_finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """True if vLLM must keep the request's blocks, of each group, until its workers say that they were sent; and
@@ -114,6 +127,9 @@ class Scheduler:
         """
         number, params = request.request_id, request.kv_transfer_params
         self._awaited.pop(number, None)
+        of_first = self._samples.end(number)
+        if of_first is not None:  # a proxy of two steps gets the answer of the sample that ends last
+            return False, self._answer(of_first) if self._prefill and _asks(request, "do_remote_decode") else None
         if self._wants(request):  # it never got blocks: prefill need not wait for it
             self._next.receives[number] = _receive(request, {}, 0, abort=True)
             self._next.queued.pop(number, None)
@@ -123,7 +139,7 @@ class Scheduler:
                 own = self._pages(blocks, 0, self._handed_over(request))
                 self._shortened.discard(number)
                 self._next.computed[number] = Send(str(params["transfer_id"]), own)
-                return True, self._answer(params)
+                return True, self._answer(str(params["transfer_id"]))
             self._shortened.discard(number)
             self._next.dropped[number] = str(params["transfer_id"])
         why = self._unused.pop(number, None)
@@ -152,7 +168,7 @@ class Scheduler:
         return {group.pool: group.blocks_of(blocks, first, stop) for group in self._groups}
 
     def _wants(self, request: Request) -> bool:
-        if not self._decode or not _asks(request, "do_remote_prefill"):
+        if not self._decode or self._samples.is_other(request.request_id) or not _asks(request, "do_remote_prefill"):
             return False
         missing = [name for name in _AT_DECODE if not request.kv_transfer_params.get(name)]
         if missing:
@@ -163,17 +179,18 @@ class Scheduler:
 
     def _gives(self, request: Request) -> bool:
         """Proxies of vLLM's Mooncake connector name the hand-off; those of NIXL leave that to prefill, which does."""
-        gives = self._prefill and _asks(request, "do_remote_decode")
+        other = self._samples.is_other(request.request_id)
+        gives = self._prefill and not other and _asks(request, "do_remote_decode")
         if gives and not request.kv_transfer_params.get("transfer_id"):
             request.kv_transfer_params["transfer_id"] = secrets.token_hex(16)
         return gives
 
-    def _answer(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def _answer(self, transfer_id: str) -> dict[str, Any]:
         """Returns what a proxy gives to decode as it is."""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "transfer_id": str(params["transfer_id"]),
+            "transfer_id": transfer_id,
             **self._reached,
         }
 
