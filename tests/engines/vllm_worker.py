@@ -45,7 +45,7 @@ class VllmWorker(Worker):
             self._say(id=message["id"], t=time.monotonic(), tokens=list(only.token_ids), cached=cached)
         return answered
 
-    async def _samples(self, message: dict[str, Any]) -> dict[str, Any]:
+    async def _samples(self, message: dict[str, Any]) -> Any:
         """The most likely tokens, which vLLM's greedy sampling gives to one sample alone; and what the answer says."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind

@@ -90,7 +90,7 @@ class Worker:
                 id=message["id"], t=time.monotonic(), tokens=output["output_ids"], cached=about.get("cached_tokens")
             )
 
-    async def _samples(self, message: dict[str, Any]) -> list[list[int]]:
+    async def _samples(self, message: dict[str, Any]) -> Any:
         """Tokens of each of several samples of one request."""
         number = {"n": message["samples"], "max_new_tokens": message["n"], "temperature": 0, "ignore_eos": True}
         outputs = await self._engine.async_generate(
