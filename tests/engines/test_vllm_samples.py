@@ -6,14 +6,28 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import Request, RequestStatus
 
+from kvgrpc.engines.vllm.groups import Group
 from kvgrpc.engines.vllm.scheduler import Scheduler
-from tests.engines.test_vllm_connector import AT_DECODE, AT_PREFILL, ONE_GROUP, blocks
 
 TOKENS = 40
+ONE_GROUP = (Group(0, "kv", 16, False),)
+AT_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "x"}
+AT_DECODE: dict[str, Any] = {
+    "do_remote_decode": False,
+    "do_remote_prefill": True,
+    "transfer_id": "x",
+    "remote_bootstrap_addr": "http://10.0.0.1:8998",
+}
+
+
+def blocks(*numbers: int) -> KVCacheBlocks:
+    return KVCacheBlocks(([KVCacheBlock(number) for number in numbers],))
 
 
 def samples(params: dict[str, Any], count: int = 2, number: str = "7-0a1b2c3d") -> list[Request]:
