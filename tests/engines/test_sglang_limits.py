@@ -34,6 +34,8 @@ SERVED: dict[str, dict[str, Any]] = {
         "disaggregation_transfer_backend": "kvgrpc",
         "disaggregation_mode": "decode",
         "disaggregation_decode_host_receive_threshold": 1.0,
+        "disaggregation_enable_kv_checksum": False,
+        "optimistic_prefill_attempts": 0,
     },
     "serving": {"tokenizer_worker_num": 1},
     "memory": {"enable_unified_memory": False, "enable_hisparse": False},
@@ -58,6 +60,16 @@ REFUSED = {
         "disagg",
         {"disaggregation_decode_allocation_policy": "prefill_complete"},
         "--disaggregation-decode-allocation-policy prefill_complete: .*before prefill has computed them; use early",
+    ),
+    "checksum": (
+        "disagg",
+        {"disaggregation_enable_kv_checksum": True},
+        "--disaggregation-enable-kv-checksum: .*never run.*; leave it out, or set KVGRPC_UNTRIED=checksum",
+    ),
+    "optimistic prefill": (
+        "disagg",
+        {"optimistic_prefill_attempts": 3, "disaggregation_mode": "prefill"},
+        "--optimistic-prefill-attempts 3: .*never run.*; leave it out, or set KVGRPC_UNTRIED=optimistic",
     ),
     "tokenizers": (
         "serving",
@@ -99,13 +111,14 @@ def test_the_settings_have_the_names_of_sglangs_arguments() -> None:
     ids=["windows", "draft model"],
 )
 def test_pipeline_stages_are_served_where_each_layer_has_a_number(
-    settings: dict[str, dict[str, Any]], given: dict[str, Any], says: str
+    settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], says: str
 ) -> None:
     settings["parallel"]["pp_size"] = 2
     with pytest.raises(FeatureDisabled, match=f"--pp-size 2 at decode: .*, or set {limits.UNTRIED}=pipeline"):
         limits.check_supported(kv_args())
     settings["disagg"]["disaggregation_mode"] = "prefill"
     limits.check_supported(kv_args())
+    monkeypatch.setenv(limits.UNTRIED, limits.SPECULATIVE)
     with pytest.raises(FeatureDisabled, match=f"kvgrpc does not serve {says}"):
         limits.check_supported(SimpleNamespace(**{**vars(kv_args()), **given}))
 
@@ -123,6 +136,29 @@ def test_a_setting_that_is_not_served_is_refused_with_the_reason_and_what_to_do(
         limits.check_supported(kv_args())
     assert str(next(iter(changed.values()))).lower() in f"{refusal.value.metadata['feature']} true"
     assert refusal.value.metadata["howToEnable"]
+
+
+@pytest.mark.parametrize(
+    ("word", "changed", "drafts"),
+    [
+        ("speculative", {}, 2),
+        ("checksum", {"disaggregation_enable_kv_checksum": True}, 0),
+        ("optimistic", {"optimistic_prefill_attempts": 1, "disaggregation_mode": "prefill"}, 0),
+    ],
+)
+def test_what_was_never_run_is_served_to_who_asks_for_it_by_name(
+    settings: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    word: str,
+    changed: dict[str, Any],
+    drafts: int,
+) -> None:
+    settings["disagg"].update(changed)
+    given = SimpleNamespace(**{**vars(kv_args()), "num_draft_entries": drafts})
+    with pytest.raises(FeatureDisabled, match=f"never run.*KVGRPC_UNTRIED={word}"):
+        limits.check_supported(given)
+    monkeypatch.setenv(limits.UNTRIED, f"mamba,{word}")
+    limits.check_supported(given)
 
 
 def test_memory_that_comes_and_goes_is_refused(settings: dict[str, dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import AttentionConfig, KVTransferConfig, ModelConfig
+from vllm.config import AttentionConfig, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
@@ -86,6 +86,12 @@ def with_setting(where: str, name: str, value: object) -> SimpleNamespace:
     return config
 
 
+def with_speculation(method: str, **extra: Any) -> SimpleNamespace:
+    config = engine(extra=extra)
+    config.speculative_config = SimpleNamespace(method=method)
+    return config
+
+
 WINDOW = attention(SlidingWindowSpec, sliding_window=64)
 
 
@@ -104,6 +110,11 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
             'kv_both.* ask .* "untried": "pipeline"',
         ),
         (engine(pipeline_parallel_size=2), cache_config(WINDOW, attention()), "pipeline .* several groups of layers"),
+        (
+            with_speculation("eagle"),
+            cache_config(attention()),
+            r'speculative decoding \(eagle\): .*never run; ask for it by name: "untried": "speculative"',
+        ),
         (
             engine(),
             cache_config(attention(), attention(ChunkedLocalAttentionSpec, attention_chunk_size=64)),
@@ -147,6 +158,7 @@ def test_the_settings_that_are_looked_at_have_the_names_of_vllms() -> None:
         (KVTransferConfig, "kv_buffer_device"),
         (MLAAttentionSpec, "cache_role"),
         (MLAAttentionSpec, "tokens_per_state"),
+        (VllmConfig, "speculative_config"),
     ):
         assert name in {field.name for field in fields(kind)}
     assert KVTransferConfig().kv_buffer_device == current_platform.device_type
@@ -216,6 +228,10 @@ def test_kinds_of_layers_that_were_never_run_are_served_to_who_asks_for_them(kin
     specs = (state(kind) if isinstance(kind, str) else kind for kind in kinds)
     check_supported(config, cache_config(*specs, attention()))
     WorkerProcess(config, 0, {})  # which refuses keys that it does not know
+
+
+def test_speculation_is_served_to_who_asks_for_it() -> None:
+    check_supported(with_speculation("eagle", untried="speculative"), cache_config(attention()))
 
 
 def test_layers_that_see_the_chunk_of_the_next_token_are_a_pool_as_those_of_a_window_are() -> None:

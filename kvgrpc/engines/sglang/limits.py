@@ -12,8 +12,10 @@ from kvgrpc.engines.sglang.plugin import BACKEND
 from kvgrpc.engines.sglang.rank import is_plain_window, kind_of
 from kvgrpc.errors import FeatureDisabled
 
-# Kinds of state to hand over although nobody has seen it work, "mamba,dsa", and pipeline stages of decode.
+# Kinds of state to hand over although nobody has seen it work, "mamba,dsa", pipeline stages of decode, and what else
+# was never run.
 UNTRIED, PIPELINE = "KVGRPC_UNTRIED", "pipeline"
+SPECULATIVE, CHECKSUM, OPTIMISTIC = "speculative", "checksum", "optimistic"
 
 
 def check_supported(kv_args: Any) -> None:
@@ -21,7 +23,8 @@ def check_supported(kv_args: Any) -> None:
     parallel, disagg = get_parallel(), get_disagg()
     serving = get_serving()
     states = list(getattr(kv_args, "state_types", ()))
-    untried = sorted(_untried(kv_args) - _asked_for())
+    asked = _asked_for()
+    untried = sorted(_untried(kv_args) - asked)
     refused = (
         (
             bool(untried),
@@ -36,7 +39,7 @@ def check_supported(kv_args: Any) -> None:
             "leave it out",
         ),
         (
-            parallel.pp_size > 1 and disagg.disaggregation_mode == "decode" and PIPELINE not in _asked_for(),
+            parallel.pp_size > 1 and disagg.disaggregation_mode == "decode" and PIPELINE not in asked,
             f"--pp-size {parallel.pp_size} at decode",
             "later stages of SGLang's decode keep the pages of hand-offs that failed",
             f"use --pp-size 1, which takes from all stages of prefill, or set {UNTRIED}={PIPELINE}",
@@ -52,6 +55,26 @@ def check_supported(kv_args: Any) -> None:
             f"--pp-size {parallel.pp_size} with a draft model",
             "its layers would have the numbers of other stages",
             "use --pp-size 1",
+        ),
+        (
+            bool(getattr(kv_args, "num_draft_entries", 0)) and SPECULATIVE not in asked,
+            "--speculative-algorithm with a draft model",
+            "its layers would be handed over with the model's, but were never run",
+            f"leave it out, or set {UNTRIED}={SPECULATIVE} on both sides",
+        ),
+        (
+            has(disagg, "disaggregation_enable_kv_checksum") and CHECKSUM not in asked,
+            "--disaggregation-enable-kv-checksum",
+            "it is computed on GPUs alone, and was never run with kvgrpc",
+            f"leave it out, or set {UNTRIED}={CHECKSUM} on both sides",
+        ),
+        (
+            disagg.disaggregation_mode == "prefill"
+            and has(disagg, "optimistic_prefill_attempts", 0) > 0
+            and OPTIMISTIC not in asked,
+            f"--optimistic-prefill-attempts {has(disagg, 'optimistic_prefill_attempts', 0)}",
+            "it was never run with kvgrpc",
+            f"leave it out, or set {UNTRIED}={OPTIMISTIC}",
         ),
         (
             parallel.attn_cp_size > 1,

@@ -10,9 +10,9 @@ from vllm.platforms import current_platform
 from kvgrpc.engines.vllm.groups import has_state, is_served, untried_kinds
 from kvgrpc.errors import FeatureDisabled
 
-# Kinds of layers to hand over although nobody has seen it work, "MAMBA1,LINEAR", or pipeline stages of
-# kv_both: the key of kv_connector_extra_config, and the variable.
-UNTRIED, _VARIABLE, PIPELINE = "untried", "KVGRPC_UNTRIED", "pipeline"
+# Kinds of layers to hand over although nobody has seen it work, "MAMBA1,LINEAR", pipeline stages of kv_both, or
+# speculative decoding: the key of kv_connector_extra_config, and the variable.
+UNTRIED, _VARIABLE, PIPELINE, SPECULATIVE = "untried", "KVGRPC_UNTRIED", "pipeline", "speculative"
 
 
 def check_supported(config: Any, kv_cache_config: Any) -> None:
@@ -24,7 +24,14 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
     is_both = config.kv_transfer_config.kv_role == "kv_both"
     # vLLM says the platform's own device where nobody chose one.
     buffered = getattr(config.kv_transfer_config, "kv_buffer_device", current_platform.device_type)
+    speculation = getattr(config, "speculative_config", None)
     refused = (
+        (
+            speculation is not None and SPECULATIVE not in _asked_for(config),
+            f"speculative decoding ({getattr(speculation, 'method', '')})",
+            "layers of a draft model would be handed over with the model's, but were never run",
+            f'ask for it by name: "{UNTRIED}": "{SPECULATIVE}" in kv_connector_extra_config, on both sides',
+        ),
         (
             parallel.pipeline_parallel_size > 1 and is_both and PIPELINE not in _asked_for(config),
             "pipeline parallelism with kv_role kv_both",
