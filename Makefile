@@ -8,16 +8,21 @@ BIN := .venv/bin
 ENGINE_CLASSES := tests/integration/test_events_engine_classes.py
 # Real engines that test-engines and bench-engines run.
 ENGINES ?= sglang vllm
-# Parts of test-engines, each below 20 minutes on two cores: the tests whose names end so, and in the first one all others.
-ENGINE_PARTS := handoffs faults slowness caches models recurrent parallel
+# Parts of test-engines, each to be below 20 minutes on two cores: of either engine the tests of these names, and in the
+# first part all others.
+ENGINE_PARTS := handoffs deployments faults slowness caches pulls models recurrent parallel
 $(if $(filter-out $(ENGINE_PARTS),$(PART)),$(error PART is one of $(ENGINE_PARTS)))
+deployments := _deployment _from_sglang _serve _two_step
 faults := _faults _held _router
 slowness := _held_interpreter _load
-caches := _events _hicache _hierarchical _offloading _plugin _prefetch _tier
-models := _latent _states _window
+caches := _events _hicache _hierarchical _offloading _plugin _prefetch _tier _warmed_prefill
+pulls := _plan_sglang _pull _pull_sglang _pull_sizes
+models := _latent _speculative _states _window
 recurrent := _recurrent
-parallel := _data_parallel _pipeline _tensor_parallel _unequal
+parallel := _attention_data_parallel _data_parallel _pipeline _tensor_parallel _unequal
 tests_of = $(if $($(2)),$(wildcard $($(2):%=tests/engines/test_$(1)%.py)),$(filter-out $(foreach part,$(filter-out handoffs,$(ENGINE_PARTS)),$(call tests_of,$(1),$(part))),$(wildcard tests/engines/test_$(1)*.py)))
+# vLLM's tests of what an SGLang has computed start both: without SGLang's environment they would be skipped.
+with_sglang = $(if $(ARGS),,$(filter %_sglang.py,$(foreach part,$(or $(PART),$(ENGINE_PARTS)),$(if $(filter vllm,$(ENGINES)),$(call tests_of,vllm,$(part))))))
 # Without a file pytest would run all tests there are.
 engine_pytest = $(if $(2),$(PYTEST) .venv-$(1)/bin/python -m pytest $(2),echo "no tests of $(1)")
 # What each part of the tests ends with.
@@ -120,7 +125,7 @@ test-all: lint test-clients  ## The same with the long tests.
 	@$(if $(ARGS),,$(MAKE) contract SLOW=yes)
 
 test-engines:  ## Real engines, prefill and decode, over kvgrpc: tokens, faults, restarts (ENGINES=vllm; PART=faults; ARGS as in test).
-	@for engine in $(ENGINES); do .ci/setup $$engine; done
+	@for engine in $(sort $(ENGINES) $(if $(with_sglang),sglang)); do .ci/setup $$engine; done
 	@$(foreach engine,$(ENGINES),$(foreach part,$(if $(ARGS),all,$(or $(PART),$(ENGINE_PARTS))),\
 	  $(call engine_pytest,$(engine),$(or $(ARGS),$(strip $(call tests_of,$(engine),$(part)) $(if $(filter sglangcaches,$(engine)$(part)),$(ENGINE_CLASSES)))));))
 	@$(if $(ARGS),,$(if $(filter vllmcaches,$(ENGINES:%=%$(or $(PART),caches))),.ci/setup main; $(PYTEST) $(BIN)/python -m pytest $(ENGINE_CLASSES)))

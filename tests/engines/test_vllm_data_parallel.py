@@ -1,6 +1,6 @@
-"""Two data-parallel replicas of a model with experts, on both sides, which compute each layer's experts together (wide
-EP is the same with more of them): each has a KV cache of its own, and any replica of decode takes a prompt from the
-replica of prefill that computed it.
+"""Two data-parallel replicas on both sides: each has a KV cache of its own, and any replica of decode takes a prompt
+from the replica of prefill that computed it. Those of a dense model are engines of their own; those of one with experts
+compute each layer's experts together (wide EP is the same with more of them).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engines.engine import LOCAL
-from tests.engines.model import Case, ExpertReference
+from tests.engines.model import Case, ExpertReference, Reference
 from tests.engines.vllm_engine import BLOCK, VllmPair
 
 pytestmark = pytest.mark.timeout(900)
@@ -22,16 +22,17 @@ LENGTHS = [3, BLOCK, BLOCK + 1, 100]
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> ExpertReference:
-    return ExpertReference(tmp_path_factory.mktemp("experts"))
+@pytest.fixture(scope="module", params=[Reference, ExpertReference], ids=["dense", "experts"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    found: Reference = request.param(tmp_path_factory.mktemp("replicas"))
+    return found
 
 
 @pytest.fixture(scope="module")
-def pair(folder: Path, experts: ExpertReference) -> Iterator[VllmPair]:
+def pair(folder: Path, model: Reference) -> Iterator[VllmPair]:
     pair = VllmPair(
         folder,
-        experts.path,
+        model.path,
         # The second replica asks for a second memory node, which most machines that test this lack.
         environment={"VLLM_CPU_SIM_MULTI_NUMA": "0"},
         prefill={"data_parallel_size": REPLICAS, "enforce_eager": True},
@@ -42,40 +43,40 @@ def pair(folder: Path, experts: ExpertReference) -> Iterator[VllmPair]:
     pair.close()
 
 
-def other(experts: ExpertReference, case: Case) -> list[int]:
+def other(model: Reference, case: Case) -> list[int]:
     """A prompt with the same last token: whoever is told it has the tokens of ``case`` by its pages alone."""
-    return [*experts.case(len(case.prompt)).prompt[:-1], case.prompt[-1]]
+    return [*model.case(len(case.prompt)).prompt[:-1], case.prompt[-1]]
 
 
 @pytest.mark.parametrize("taker", range(REPLICAS))
 @pytest.mark.parametrize("replica", range(REPLICAS))
 def test_any_decode_takes_the_prompt_from_the_prefill_that_the_router_named(
-    pair: VllmPair, experts: ExpertReference, replica: int, taker: int
+    pair: VllmPair, model: Reference, replica: int, taker: int
 ) -> None:
-    for case in map(experts.case, LENGTHS):
+    for case in map(model.case, LENGTHS):
         room = pair.room()
         address: dict[str, Any] = {"remote_bootstrap_addr": f"http://{LOCAL}:{pair.bootstrap_port + replica}"}
         prefill = pair.prefill.generate_at(replica, case.prompt, 1, **pair.at_prefill(room))
         asked = {**pair.at_decode(room), **address}
-        decode = pair.decode.generate_at(taker, other(experts, case), len(case.tokens), **asked)
+        decode = pair.decode.generate_at(taker, other(model, case), len(case.tokens), **asked)
         assert decode.result() == case.tokens
         assert prefill.result() == case.tokens[:1]
 
 
-def test_prefill_answers_which_replica_has_the_prompt(pair: VllmPair, experts: ExpertReference) -> None:
+def test_prefill_answers_which_replica_has_the_prompt(pair: VllmPair, model: Reference) -> None:
     """vLLM chooses it."""
     answered = set()
-    for case in map(experts.case, [50] * 6):
+    for case in map(model.case, [50] * 6):
         prefill = pair.prefill.generate(case.prompt, 1, **ASKED)
         prefill.result()
-        decode = pair.decode.generate(other(experts, case), len(case.tokens), **prefill.value)
+        decode = pair.decode.generate(other(model, case), len(case.tokens), **prefill.value)
         assert decode.result() == case.tokens
         answered.add(prefill.value["remote_bootstrap_addr"])
     assert answered <= {f"http://{LOCAL}:{pair.bootstrap_port + replica}" for replica in range(REPLICAS)}
 
 
-def test_requests_at_once_leave_no_page_behind(pair: VllmPair, experts: ExpertReference) -> None:
-    cases = [experts.case(60 + length) for length in range(6)]
+def test_requests_at_once_leave_no_page_behind(pair: VllmPair, model: Reference) -> None:
+    cases = [model.case(60 + length) for length in range(6)]
     prefills = [pair.prefill.generate(case.prompt, 1, **ASKED) for case in cases]
     for prefill in prefills:
         prefill.result()
