@@ -113,7 +113,7 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
         (
             with_speculation("eagle"),
             cache_config(attention()),
-            r'speculative decoding \(eagle\): .*never run; ask for it by name: "untried": "speculative"',
+            'speculative decoding by eagle: .*never run; ask for it by name: "untried": "speculative"',
         ),
         (
             engine(),
@@ -230,8 +230,9 @@ def test_kinds_of_layers_that_were_never_run_are_served_to_who_asks_for_them(kin
     WorkerProcess(config, 0, {})  # which refuses keys that it does not know
 
 
-def test_speculation_is_served_to_who_asks_for_it() -> None:
+def test_speculation_that_was_never_run_is_served_to_who_asks_for_it() -> None:
     check_supported(with_speculation("eagle", untried="speculative"), cache_config(attention()))
+    check_supported(with_speculation("draft_model"), cache_config(attention()))
 
 
 def test_layers_that_see_the_chunk_of_the_next_token_are_a_pool_as_those_of_a_window_are() -> None:

@@ -14,6 +14,8 @@ from kvgrpc.errors import FeatureDisabled
 # speculative decoding: the key of kv_connector_extra_config, and the variable.
 UNTRIED, _VARIABLE, PIPELINE, SPECULATIVE = "untried", "KVGRPC_UNTRIED", "pipeline", "speculative"
 
+_TRIED_SPECULATION = frozenset({"draft_model", "ngram"})
+
 
 def check_supported(config: Any, kv_cache_config: Any) -> None:
     """Raises FeatureDisabled that names the first setting of vLLM which cannot be served, and what to do."""
@@ -24,12 +26,12 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
     is_both = config.kv_transfer_config.kv_role == "kv_both"
     # vLLM says the platform's own device where nobody chose one.
     buffered = getattr(config.kv_transfer_config, "kv_buffer_device", current_platform.device_type)
-    speculation = getattr(config, "speculative_config", None)
+    speculation = getattr(getattr(config, "speculative_config", None), "method", None)
     refused = (
         (
-            speculation is not None and SPECULATIVE not in _asked_for(config),
-            f"speculative decoding ({getattr(speculation, 'method', '')})",
-            "layers of a draft model would be handed over with the model's, but were never run",
+            speculation is not None and speculation not in _TRIED_SPECULATION and SPECULATIVE not in _asked_for(config),
+            f"speculative decoding by {speculation}",
+            "its layers would be handed over with the model's, but were never run",
             f'ask for it by name: "{UNTRIED}": "{SPECULATIVE}" in kv_connector_extra_config, on both sides',
         ),
         (

@@ -23,6 +23,7 @@ def register() -> None:
     import vllm_on_cpu.expert_kernels
     import vllm_on_cpu.kernels
     import vllm_on_cpu.recurrent_kernels
+    import vllm_on_cpu.speculative_kernels
 
     vllm_on_cpu.expert_kernels.register()
 
