@@ -12,7 +12,8 @@ from kvgrpc.errors import FeatureDisabled
 
 # Kinds of layers to hand over although nobody has seen it work, "MAMBA1,LINEAR", pipeline stages of kv_both, or
 # speculative decoding: the key of kv_connector_extra_config, and the variable.
-UNTRIED, _VARIABLE, PIPELINE, SPECULATIVE = "untried", "KVGRPC_UNTRIED", "pipeline", "speculative"
+UNTRIED, _VARIABLE = "untried", "KVGRPC_UNTRIED"
+PIPELINE, SPECULATIVE = "pipeline", "speculative"
 
 _TRIED_SPECULATION = frozenset({"draft_model", "ngram"})
 
@@ -29,7 +30,9 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
     speculation = getattr(getattr(config, "speculative_config", None), "method", None)
     refused = (
         (
-            speculation is not None and speculation not in _TRIED_SPECULATION and SPECULATIVE not in _asked_for(config),
+            speculation is not None
+            and speculation not in _TRIED_SPECULATION
+            and SPECULATIVE not in _asked_for(config),
             f"speculative decoding by {speculation}",
             "its layers would be handed over with the model's, but were never run",
             f'ask for it by name: "{UNTRIED}": "{SPECULATIVE}" in kv_connector_extra_config, on both sides',

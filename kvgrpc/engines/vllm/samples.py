@@ -15,6 +15,8 @@ _MOST = 1024
 
 
 class Samples:
+    """Those of requests that the scheduler knows."""
+
     def __init__(self) -> None:
         # Transfer ids, by the first sample.
         self._first: dict[str, str] = {}
