@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import grpc
@@ -91,3 +93,23 @@ class Publishing:
 
     def media_of(self, block: int) -> set[str]:
         return {medium for medium, copies in self.holds.items() if copies[block] > 0}
+
+
+def publish_when_told(pipe: Connection, engine: str, address: str, settings: dict[str, Any]) -> None:
+    """One in a process of its own: says address and log, then does what it is told, and says so."""
+
+    async def run() -> None:
+        publishing = Publishing(engine, **settings)
+        publishing.address = address
+        await publishing.restart()
+        pipe.send((publishing.address, publishing.publisher.stream.log_id))
+        while True:
+            word, *more = await asyncio.to_thread(pipe.recv)
+            if word == "publish":
+                batch = KVEventBatch(time.time(), more)
+                await until(lambda batch=batch: publishing.publisher.publish(batch))  # type: ignore[misc]
+            else:
+                await (publishing.hang_up() if word == "hang_up" else publishing.serve())
+            pipe.send("done")
+
+    asyncio.run(run())

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgrpc.events.following.groups import CacheGroup, usable
+from tests.support.cache_groups import serves
 
 PAGE = 16
 HASHES = list(range(100, 124))
@@ -39,25 +40,9 @@ def test_the_longest_prefix_that_all_groups_can_use_is_found(
     right = next(
         length
         for length in range(prefix, -1, -1)
-        if all(_serves(length, group, held[number]) for number, group in needed.items())
+        if all(serves(length, group, HASHES, held[number], PAGE) for number, group in needed.items())
     )
     assert usable(prefix, PAGE, HASHES, 0, needed, holds) == right
-
-
-def _serves(length: int, group: CacheGroup, held: set[int]) -> bool:
-    """Whether this group has what a prefix of so many blocks needs."""
-    size = (group.page_tokens or PAGE) // PAGE
-    ends = list(range(size, length + 1, size))
-    if group.kind == "cross_attention" or not length:
-        return True
-    if length % size:
-        return False
-    if group.kind == "mamba":
-        ends = ends[-1:]
-    elif group.kind == "sliding_window":
-        # The next token sees itself and window - 1 tokens before it.
-        ends = [end for end in ends if end * PAGE > length * PAGE - (group.window - 1)]
-    return all(HASHES[end - 1] in held for end in ends)
 
 
 def test_a_long_prompt_is_looked_at_a_few_times_and_not_once_for_each_length() -> None:
