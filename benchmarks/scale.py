@@ -1,7 +1,9 @@
 """A registry of 100,000 ranks in one process without sockets: what each rank, renewal, change and reader costs.
 
+Each rank registers by itself and has a lease of its own, as engines' ranks do.
+
 ``python -m benchmarks.scale [ranks]``; docs/scale.md reckons with its figures. Times are of the CPU.
-``--etcd [ranks]``: what one etcd takes of them instead (scale_etcd.py), of 16,000 ranks unless told.
+``--etcd [ranks]``: what one etcd takes of them instead (scale_etcd.py), of 4,000 ranks unless told.
 ``--readers [readers]``: what each idle Watch of a stream of events costs its publisher.
 """
 
@@ -30,18 +32,18 @@ from kvgrpc.v1 import event_service_pb2 as events_pb
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub, add_EventServiceServicer_to_server
 
-RANKS, RANKS_OF_ETCD, READERS, TP, DP, REGIONS = 100_000, 16_000, 2_000, 8, 64, 64
+RANKS, RANKS_OF_ETCD, READERS, TP, DP, REGIONS = 100_000, 4_000, 2_000, 8, 64, 64
 
 
-def rows_of(ranks: int) -> Iterator[list[RankRow]]:
-    """Engines of 64 x 8 ranks; a node of 8 at a time."""
+def rows_of(ranks: int) -> Iterator[RankRow]:
+    """Engines of 64 x 8 ranks, 8 on a node."""
     regions = tuple(Region(layer, "kv", 0, 32_768, 32_768) for layer in range(REGIONS))
     pool = Pool("kv", PoolKind.KV, 16, 4_096, "bfloat16", regions, "token,head,dim", 8, 0, 1, "cuda:0")
     layout = Layout(dp=DP, tp=TP)
     for node in range(ranks // TP):
         engine, dp = divmod(node, DP)
-        yield [
-            RankRow(
+        for tp in range(TP):
+            yield RankRow(
                 RankRef(RankId(f"engine-{engine}", dp=dp, tp=tp), 1_700_000_000_000_000 + node),
                 Role.PREFILL,
                 Endpoints(f"10.{node >> 16}.{node >> 8 & 255}.{node & 255}:{40_000 + tp}"),
@@ -49,15 +51,11 @@ def rows_of(ranks: int) -> Iterator[list[RankRow]]:
                 (pool,),
                 "mooncake",
             )
-            for tp in range(TP)
-        ]
 
 
 async def measure(ranks: int) -> None:
     process, pools = psutil.Process(), PoolCache()
-    requests = [
-        pb.RegisterRequest(rows=[row_to_pb(row, pools) for row in node]).SerializeToString() for node in rows_of(ranks)
-    ]
+    requests = [pb.RegisterRequest(rows=[row_to_pb(row, pools)]).SerializeToString() for row in rows_of(ranks)]
     registry = MemoryRegistry(
         clock=time.monotonic,
         registry_id="r",
@@ -73,12 +71,11 @@ async def measure(ranks: int) -> None:
     seconds = time.process_time() - began
     say("register, decoded and checked", seconds / ranks * 1e6, "us a rank")
     say("memory", (process.memory_info().rss - before) / ranks, "B a rank")
-    message = pb.KeepAliveRequest(lease_ids=leases[:TP]).SerializeToString()
-    say("keepalive message of 8 leases", len(message), "B")
+    say("keepalive message", len(pb.KeepAliveRequest(lease_ids=leases[:1]).SerializeToString()), "B")
     began = time.process_time()
-    for first in range(0, ranks, TP):
-        registry.keep_alive(leases[first : first + TP])
-    say("renew", (time.process_time() - began) / ranks * 1e6, "us a lease, 8 a message, without gRPC")
+    for lease in leases:
+        registry.keep_alive([lease])
+    say("renew", (time.process_time() - began) / ranks * 1e6, "us a lease, without gRPC")
     registry.table.take_changes()
     for pooled in (False, True):
         feed = Feed(EngineFilter(pools=pooled), lambda: registry.table, pools)

@@ -1,4 +1,4 @@
-"""What one etcd takes of a fleet: leases, transactions that register a process of 8 ranks, and renewals.
+"""What one etcd takes of a fleet: leases, transactions that register a rank, and renewals.
 
 ``python -m benchmarks.scale --etcd [ranks]``, with registries' own client and transactions against a real etcd of its
 own. The rate is of one Python client beside it; what etcd itself needs of a CPU says how far it would go.
@@ -27,21 +27,19 @@ FIRST_LEASE = 1 << 40
 Say = Callable[[str, float, str], None]
 
 
-async def measure_etcd(nodes: Sequence[list[RankRow]], say: Say) -> None:
-    """``nodes``: the ranks of one process each."""
+async def measure_etcd(ranks: Sequence[RankRow], say: Say) -> None:
+    """Each rank registers by itself, as engines' do."""
     for fsync in (False, True):
         with running_etcd(fsync=fsync) as etcd:
             client = EtcdClient([etcd.address])
             try:
-                await _measure(client, psutil.Process(etcd.pid), nodes, say, "with fsync" if fsync else "without fsync")
+                await _measure(client, psutil.Process(etcd.pid), ranks, say, "with fsync" if fsync else "without fsync")
             finally:
                 await client.close()
 
 
-async def _measure(
-    client: EtcdClient, process: psutil.Process, nodes: Sequence[list[RankRow]], say: Say, how: str
-) -> None:
-    leases = range(FIRST_LEASE, FIRST_LEASE + len(nodes))
+async def _measure(client: EtcdClient, process: psutil.Process, ranks: Sequence[RankRow], say: Say, how: str) -> None:
+    leases = range(FIRST_LEASE, FIRST_LEASE + len(ranks))
 
     async def timed(what: str, work: Awaitable[object], count: int) -> None:
         def now() -> tuple[float, float, float]:
@@ -55,16 +53,14 @@ async def _measure(
 
     view: Any = SimpleNamespace(fences={}, shapes={}, pools=PoolCache())
     keys = EtcdKeys("scale")
-    requests = [
-        registration(keys, view, list(enumerate(node)), lease, {}) for node, lease in zip(nodes, leases, strict=True)
-    ]
+    requests = [registration(keys, view, [(0, row)], lease, {}) for row, lease in zip(ranks, leases, strict=True)]
 
     async def register(number: int) -> None:
         answer = await client.transact(requests[number])
         assert answer.succeeded, "a row was there already"
 
-    await timed("leases granted", _each(lambda n: client.grant(leases[n], TTL), len(nodes)), len(nodes))
-    await timed(f"transactions of {len(requests[0].success)} puts", _each(register, len(nodes)), len(nodes))
+    await timed("leases granted", _each(lambda n: client.grant(leases[n], TTL), len(ranks)), len(ranks))
+    await timed(f"transactions of {len(requests[0].success)} puts", _each(register, len(ranks)), len(ranks))
     renewal = Renewal(client)
 
     async def renew() -> None:
