@@ -118,6 +118,7 @@ class Killed(Recorded):
         super().__init__(engine)
         self._log_id = ""
         self._process: Any = None
+        self._pipe: Any = None
 
     @property
     def log_id(self) -> str:
