@@ -153,6 +153,28 @@ def test_each_case_of_a_session_names_its_tests() -> None:
     assert [test for tests in named for test in tests if f"def {test}(" not in text] == []
 
 
+def test_each_rule_of_a_pull_says_what_goes_wrong_without_it_and_is_switched_off_in_the_simulation() -> None:
+    page, cases = (ROOT / "docs" / "session" / "pulls.md").read_text().split("## Cases")
+    rows = re.findall(r"^\| \*\*(.+)\*\* \| (.+) \| \"(.+)\" \|$", page, re.MULTILINE)
+    assert [(name, said) for name, _, said in rows] == switched_off()
+    tests = re.findall(r"^\| .+ \| .+ \| (`.+`) \|$", cases, re.MULTILINE)
+    assert len(tests) > 10
+    for cell in tests:
+        assert_names_tests_that_exist(cell)
+
+
+def switched_off() -> list[tuple[str, str]]:
+    """Each rule of a pull that the simulation goes without, and what it says then."""
+    module = ast.parse((ROOT / "tests" / "simulation" / "pull_rules.py").read_text())
+    (rules,) = (node.value for node in module.body if isinstance(node, ast.AnnAssign))
+    assert isinstance(rules, ast.Dict)
+    return [
+        (ast.literal_eval(name), ast.literal_eval(rule.elts[1]))
+        for name, rule in zip(rules.keys, rules.values, strict=True)
+        if name is not None and isinstance(rule, ast.Tuple)
+    ]
+
+
 def test_every_exported_name_is_explained_and_none_by_what_users_never_saw() -> None:
     """This project grew from seeds, of which its users know nothing."""
     wrong = []
