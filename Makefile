@@ -146,9 +146,9 @@ release-check:  ## A release, tried and not published: all artifacts, each insta
 docs:  ## The site, into build/site: every link checked, reference from docstrings and protos, no host but its own.
 	@.ci/docs
 
-soak:  ## Thousands of hand-offs, then pulls, while ranks are killed, rooms cancelled, writes fail; floods beside a pair (SOAK=full: 20,000 in ten minutes).
+soak:  ## Thousands of hand-offs with pulls among them, while ranks are killed, rooms cancelled, writes fail; floods beside a pair (SOAK=full: 20,000 in ten minutes).
 	@.ci/setup main
-	@$(PYTEST) $(BIN)/python -m tests.soak $(if $(filter full,$(SOAK)),--rooms 20000 --seconds 600 --pull-seconds 120 --flood-seconds 90) $(ARGS)
+	@$(PYTEST) $(BIN)/python -m tests.soak $(if $(filter full,$(SOAK)),--rooms 20000 --seconds 600 --flood-seconds 90) $(ARGS)
 
 mutants:  ## Small faults, one at a time: which does no test notice? (ARGS="protocol --sample 100"; runtime, rpc, server, … for shells)
 	@.ci/setup main

@@ -1,7 +1,8 @@
-"""``make soak``: thousands of hand-offs between engines of unequal tp, with ranks killed and stopped, writes that fail;
-then pulls among caches, whose engines are killed, stopped and emptied; then floods of HTTP/2 frames beside a pair.
+"""``make soak``: thousands of hand-offs between engines of unequal tp, with ranks killed and stopped, writes that fail,
+and at the same time pulls among caches, whose engines are killed, stopped and emptied; then floods of HTTP/2 frames
+beside a pair.
 
-``python -m tests.soak [--rooms 2000] [--seconds 60] [--data-plane shm] [--data-plane mooncake] [--pull-seconds 20]
+``python -m tests.soak [--rooms 2000] [--seconds 60] [--data-plane shm] [--data-plane mooncake] [--without-pulls]
 [--flood-seconds 30] [--json PATH]``. With several data planes each gets its share of rooms and time. The last line is
 ``kvgrpc soak: OK (...)`` or ``FAILED``.
 """
@@ -14,6 +15,7 @@ import json
 import shutil
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
@@ -44,11 +46,12 @@ def main() -> int:
             in_flight=options.in_flight,
             kill_every=options.kill_every,
         )
-        results.append(_run(plan, logs / data_plane, console))
-        _show(results[-1], console)
-        if options.pull_seconds:
-            plan_of_pulls = PullPlan(options.pull_seconds / share, data_plane, seed=options.seed + number)
-            pulled.append(PullSoak(plan_of_pulls, logs).run())
+        with ThreadPoolExecutor(1) as beside:
+            plan_of_pulls = PullPlan(plan.seconds, data_plane, seed=plan.seed)
+            pulling = None if options.without_pulls else beside.submit(PullSoak(plan_of_pulls, logs).run)
+            results.append(_run(plan, logs / data_plane, console))
+            _show(results[-1], console)
+            pulled += [] if pulling is None else [pulling.result()]
         if options.flood_seconds:
             plan_of_floods = FloodPlan(options.flood_seconds / share, data_plane, seed=options.seed + number)
             flooded.append(FloodSoak(plan_of_floods).run())
@@ -128,7 +131,7 @@ def _summary_of_pulls(results: list[PullResult]) -> str:
         return ""
     pulls, pages = sum(each.pulls for each in results), sum(each.pages for each in results)
     faults, longest = sum(each.faults.total() for each in results), max(each.longest for each in results)
-    return f"; {pulls} pulls of {pages:,} pages, {faults} kills and stops, the longest {longest:.2f} s"
+    return f"; among them {pulls} pulls of {pages:,} pages, {faults} kills and stops, the longest {longest:.2f} s"
 
 
 def _summary_of_floods(results: list[FloodResult]) -> str:
@@ -145,7 +148,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--data-plane", action="append", choices=["shm", "mooncake"])
     parser.add_argument("--in-flight", type=int, default=24)
     parser.add_argument("--kill-every", type=float, default=3.0, help="seconds, while their role has another engine")
-    parser.add_argument("--pull-seconds", type=float, default=20.0, help="of pulls among caches; 0: none")
+    parser.add_argument("--without-pulls", action="store_true", help="no pulls among caches at the same time")
     parser.add_argument("--flood-seconds", type=float, default=30.0, help="of floods beside a pair; 0: none")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where the figures go")
