@@ -163,18 +163,20 @@ def test_a_holder_that_hangs_is_given_up_and_lends_again_when_it_goes_on(fleet: 
 
 def test_a_taker_that_is_killed_leaves_nothing_lent(fleet: Fleet) -> None:
     for _ in range(TRIES):
-        gave = fleet.begin()
+        gave, failed = fleet.begin(), fleet.holder.ask("gave")["failed"]
+        wait_until(lambda: fleet.holder.ask("lent")["lending"])
         fleet.taker.signal(signal.SIGKILL)
         killed = time.monotonic()
         fleet.is_idle(fleet.holder)
         pages = fleet.gave() - gave
         print(f"| taker killed | {fleet.plane} | {pages} of {PAGES} | {time.monotonic() - killed:.2f} s |")
-        if pages < PAGES:
+        if fleet.holder.ask("gave")["failed"] > failed:
+            assert pages < PAGES
             return
         fleet.taker = fleet.open("taker")
         fleet.taker.answer()
         fleet.knows(1)
-    raise AssertionError(f"{TRIES} pulls were over before the taker was killed")
+    raise AssertionError(f"{TRIES} takers were killed, and never while something was lent to them")
 
 
 def test_a_holder_that_is_restarted_at_its_ports_is_another_one(fleet: Fleet) -> None:

@@ -90,9 +90,9 @@ class Orders:
         return {"lending": staging.lending.taken, "landing": staging.landing.taken, "read": read}
 
     def gave(self) -> dict[str, Any]:
-        """Pages that it lent and that were written, since it was opened."""
-        lent = (row for row in self._peer.book.rows() if row.direction is PullDirection.LENT)
-        return {"pages": sum(row.done for row in lent)}
+        """Pages that it lent and that were written since it was opened, and rooms of which some were not."""
+        lent = [row for row in self._peer.book.rows() if row.direction is PullDirection.LENT]
+        return {"pages": sum(row.done for row in lent), "failed": sum(row.failure is not None for row in lent)}
 
     def awaited(self) -> dict[str, Any]:
         """Ranks that it lost and dials all the same."""
