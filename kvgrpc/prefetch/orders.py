@@ -17,6 +17,11 @@ from kvgrpc.prefetch.protocol.operation import Operation, state_of
 from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.prefetch.threads.queue_threads import FairQueue
 
+# The engine comes as often as each millisecond, and may have thousands that wait.
+_LOOK_SECONDS = 0.05
+# Of the queue: operations that ended before they were taken leave it when they are most of it.
+_MOST_ENDED = 64
+
 
 class EngineOrders:
     """``wake`` is called, on the caller's thread, when there is something new for the engine: a start or a cut.
@@ -30,7 +35,10 @@ class EngineOrders:
         self.book = OperationBook(limits, threading.RLock(), time.monotonic)
         self._page_tokens = page_tokens
         self._wake = wake
-        self._waiting: FairQueue[Operation] = FairQueue()
+        # Those that the engine has not taken. The queue has others, too, until it is tidied.
+        self._waiting: set[Operation] = set()
+        self._queue: FairQueue[Operation] = FairQueue()
+        self._look_at = 0.0
         self._cut: dict[str, Stop] = {}
         self._draining = False
 
@@ -54,7 +62,8 @@ class EngineOrders:
             self.end(operation, OperationState.DECLINED, Stop.TOO_SHORT)
         else:
             with self.book.lock:
-                self._waiting.put(operation, order.priority, order.tenant)
+                self._waiting.add(operation)
+                self._queue.put(operation, order.priority, order.tenant)
             self._wake()
         return operation
 
@@ -64,7 +73,9 @@ class EngineOrders:
             if operation.ended:
                 return
             self._cut.setdefault(operation.operation_id, stop)
-        self.expire()
+            waited = self._leave_queue(operation)
+        if waited:
+            self._end_early(operation)
         self._wake()
 
     def drain(self) -> None:
@@ -89,22 +100,25 @@ class EngineOrders:
         return len(self._waiting)
 
     def take(self) -> Operation | None:
-        """The next one, the most urgent first; None: there is none."""
-        self.expire()
-        with self.book.lock:
-            while len(self._waiting):
-                operation = self._waiting.pop()
-                if not operation.ended:
-                    return operation
+        """The next one, the most urgent first; None: there is none. Nobody but the engine ends it from now on."""
+        while (operation := self._next()) is not None:
+            if self.stop_of(operation) is Stop.NONE:
+                return operation
+            self._end_early(operation)
         return None
 
     def expire(self) -> None:
-        """Ends those that wait to be taken and are cut or too late."""
+        """Ends those that wait to be taken and are cut or too late, by some 50 ms."""
+        now = time.monotonic()
         with self.book.lock:
-            late = [each for each in self._waiting if not each.ended and self.stop_of(each) is not Stop.NONE]
+            if now < self._look_at:
+                return
+            self._look_at = now + _LOOK_SECONDS
+            late = [each for each in self._waiting if now >= each.deadline or each.operation_id in self._cut]
+            for operation in late:
+                self._leave_queue(operation)
         for operation in late:
-            stop = self.stop_of(operation)
-            self.end(operation, state_of(stop, 0), stop)
+            self._end_early(operation)
 
     def stop_of(self, operation: Operation) -> Stop:
         """Why it is to end early; NONE: it goes on."""
@@ -129,7 +143,32 @@ class EngineOrders:
     ) -> None:
         """Its last state. Nothing moves its pages any more, and nothing is held for it."""
         with self.book.lock:
+            self._leave_queue(operation)
             operation.failure = operation.failure or failure
             self._cut.pop(operation.operation_id, None)
         self.book.end(operation, state, stop)
         operation.over.set()
+
+    def _next(self) -> Operation | None:
+        with self.book.lock:
+            while len(self._queue):
+                operation = self._queue.pop()
+                if operation in self._waiting:
+                    self._waiting.remove(operation)
+                    return operation
+        return None
+
+    def _leave_queue(self, operation: Operation) -> bool:
+        """True if it waited. Under the lock."""
+        if operation not in self._waiting:
+            return False
+        self._waiting.remove(operation)
+        if len(self._queue) > 2 * len(self._waiting) + _MOST_ENDED:
+            for each in self._queue.clear():
+                if each in self._waiting:
+                    self._queue.put(each, each.order.priority, each.order.tenant)
+        return True
+
+    def _end_early(self, operation: Operation) -> None:
+        stop = self.stop_of(operation)
+        self.end(operation, state_of(stop, 0), stop)
