@@ -64,7 +64,7 @@ class LeaderAgreement:
             self._waiting[vote.key, vote.stage] = decided
             now = time.monotonic()
             decisions = self._core.vote(self._rank.rank, replace(vote, beat=now), now, timeout)
-        self._alarms.after(timeout, self._expire)
+        self._alarms.after(timeout, self._expire, awake=True)
         self._tell(decisions)
 
     def forget(self, key: str) -> None:
@@ -193,7 +193,7 @@ class LeaderAgreement:
             if due is None or (self._alarm_at is not None and self._alarm_at <= due):
                 return
             self._alarm_at = due
-        self._alarms.after(due - time.monotonic(), self._expire_others)
+        self._alarms.after(due - time.monotonic(), self._expire_others, awake=True)
 
     def _expire_others(self) -> None:
         with self._lock:

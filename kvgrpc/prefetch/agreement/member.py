@@ -76,7 +76,8 @@ class JoinedAgreement:
             # While there is no leader only the newest are kept: the others are decided by their time anyway.
             del self._unsent[:-_MOST_UNSENT]
         if vote.stage is not Stage.COMPLETED:
-            self._alarms.after(timeout, lambda: self._decide(Decision(vote.key, vote.stage, 0, Stop.RANK_ABSENT)))
+            absent = Decision(vote.key, vote.stage, 0, Stop.RANK_ABSENT)
+            self._alarms.after(timeout, lambda: self._decide(absent), awake=True)
         self._ring()
 
     def forget(self, key: str) -> None:

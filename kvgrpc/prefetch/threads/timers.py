@@ -14,6 +14,7 @@ from kvgrpc.observability import metrics
 
 _log = logging.getLogger(__name__)
 _MOST_DROPPED = 64
+AWAKE_SECONDS = 0.25
 
 
 class Alarms:
@@ -33,9 +34,12 @@ class Alarms:
     def healthy(self) -> bool:
         return self._stopped or self._thread.is_alive()
 
-    def after(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
-        """Calls it once, so many seconds from now; after ``stop`` never. What it returns drops the call."""
-        alarm = _Alarm(time.monotonic() + seconds, next(self._numbers), call)
+    def after(self, seconds: float, call: Callable[[], None], *, awake: bool = False) -> Callable[[], None]:
+        """Calls it once, so many seconds from now; after ``stop`` never. What it returns drops the call.
+
+        ``awake``: where this process stood still until it was too late, it is called a moment later: what others said
+        meanwhile lies in the sockets, and is read first."""
+        alarm = _Alarm(time.monotonic() + seconds, next(self._numbers), call, awake)
         with self._wake:
             heapq.heappush(self._heap, alarm)
             self._wake.notify()
@@ -74,11 +78,16 @@ class Alarms:
     def _next(self) -> Callable[[], None] | None:
         with self._wake:
             while not self._stopped:
-                left = self._heap[0].when - time.monotonic() if self._heap else None
+                now = time.monotonic()
+                left = self._heap[0].when - now if self._heap else None
                 if left is None or left > 0:
                     self._wake.wait(left)
                     continue
                 alarm = heapq.heappop(self._heap)
+                if alarm.awake and now - alarm.when > AWAKE_SECONDS:
+                    alarm.awake, alarm.when = False, now + AWAKE_SECONDS
+                    heapq.heappush(self._heap, alarm)
+                    continue
                 call, alarm.call = alarm.call, None
                 if call is not None:
                     return call
@@ -91,3 +100,4 @@ class _Alarm:
     when: float
     number: int
     call: Callable[[], None] | None = field(compare=False)
+    awake: bool = field(compare=False)

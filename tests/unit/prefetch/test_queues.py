@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
 from kvgrpc.errors import TooManyRequests
 from kvgrpc.prefetch.threads.queue_threads import FairQueue, QueueThreads
-from kvgrpc.prefetch.threads.timers import Alarms
+from kvgrpc.prefetch.threads.timers import AWAKE_SECONDS, Alarms
+from tests.support.waiting import wait_until
 
 
 def test_the_urgent_come_first_and_tenants_in_turn() -> None:
@@ -131,3 +133,33 @@ def test_an_alarm_that_is_dropped_is_not_called_and_takes_no_room() -> None:
     alarms.after(0.02, every.set)
     assert every.wait(20) and heard == []
     assert alarms.stop(5.0)
+
+
+def test_an_alarm_that_comes_too_late_gives_others_a_moment_first() -> None:
+    """This process stood still; what others said meanwhile lies in its sockets."""
+    alarms, called, standing = Alarms("test"), list[str](), threading.Event()
+
+    def stand_still() -> None:
+        standing.set()
+        time.sleep(AWAKE_SECONDS + 0.5)  # as all of the process would
+
+    try:
+        alarms.after(0.0, stand_still)
+        assert standing.wait(10.0)
+        alarms.after(0.05, lambda: called.append("absent"), awake=True)
+        alarms.after(0.1, lambda: called.append("plain"))
+        wait_until(lambda: called)
+        assert called == ["plain"]
+        wait_until(lambda: called == ["plain", "absent"])
+    finally:
+        assert alarms.stop(10.0)
+
+
+def test_an_alarm_in_its_time_comes_then() -> None:
+    alarms, called = Alarms("test"), threading.Event()
+    began = time.monotonic()
+    try:
+        alarms.after(0.05, called.set, awake=True)
+        assert called.wait(10.0) and time.monotonic() - began < 0.05 + AWAKE_SECONDS
+    finally:
+        assert alarms.stop(10.0)
