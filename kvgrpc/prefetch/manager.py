@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from kvgrpc.prefetch.copies.engine import CopyEngine
 
 _log = logging.getLogger(__name__)
+# For each part of one that cannot be opened.
+_UNDO_SECONDS = 1.0
 
 
 class PrefetchManager:
@@ -68,21 +71,16 @@ class PrefetchManager:
         self._draining = False
         self._closed = False
         self.host = HostPool(config.shape, config.host_pages, config.host_layout)
-        try:
-            self._open(config)
-        except BaseException:
-            self._close_parts(1.0)
-            raise
-        # Whoever listens makes a backend look for the key of every page that goes: only where somebody hears of it.
-        self._end_listening = (
-            None if self.storage is None or config.listener is None else self.storage.on_removed(self._storage_removed)
-        )
-        tells_of_clears = config.listener is not None and self._end_listening is None
-        self.purger = Purger(self.cache, self.controller, self.keys, self._tell_removed, tells_of_clears)
+        with contextlib.ExitStack() as opened:
+            opened.callback(self.host.close)
+            self._open(config, opened)
+            opened.pop_all()
 
-    def _open(self, config: PrefetchConfig) -> None:
-        """The parts behind the host pool; what was opened is in its place where one of them cannot be."""
-        self.storage = _storage_of(config)
+    def _open(self, config: PrefetchConfig, opened: contextlib.ExitStack) -> None:
+        """The parts behind the host pool; ``opened`` closes them."""
+        storage = self.storage = _storage_of(config)
+        if self._own_storage and storage is not None:
+            opened.callback(storage.close, _UNDO_SECONDS)
         if not config.own_radix_cache:
             self.cache = TieredCache(
                 self.host,
@@ -92,12 +90,16 @@ class PrefetchManager:
                 listener=config.listener,
             )
         self.agreement = self._agreement()
+        for agreement in (self.leader, self.joined):
+            if agreement is not None:
+                opened.callback(agreement.close, _UNDO_SECONDS)
         if config.device is not None:
             from kvgrpc.prefetch.copies.engine import CopyEngine
             from kvgrpc.prefetch.copies.paths import IoBackend
 
             on_ack = None if self.cache is None else self.cache.on_ack
             self.copies = CopyEngine(config.device, self.host, backend=IoBackend(config.io_backend), on_ack=on_ack)
+            opened.callback(self.copies.close, _UNDO_SECONDS)
         self.controller = CacheController(
             self.host,
             self.storage,
@@ -107,9 +109,16 @@ class PrefetchManager:
             limits=config.limits,
             writes=self._writes(),
         )
+        opened.callback(self.controller.close, _UNDO_SECONDS)
         if self.cache is not None:
             self.cache.copies = self.copies
             self.cache.attach(self.controller)
+        # Whoever listens makes a backend look for the key of every page that goes: only where somebody hears of it.
+        self._end_listening = (
+            None if self.storage is None or config.listener is None else self.storage.on_removed(self._storage_removed)
+        )
+        tells_of_clears = config.listener is not None and self._end_listening is None
+        self.purger = Purger(self.cache, self.controller, self.keys, self._tell_removed, tells_of_clears)
 
     @property
     def limits(self) -> PrefetchLimits:
@@ -336,16 +345,6 @@ class PrefetchManager:
 
     def _end_for_the_leader(self, operation_id: str) -> None:
         self.controller.terminate(self.controller.book.get(operation_id))
-
-    def _close_parts(self, timeout: float) -> None:
-        for agreement in (self.leader, self.joined):
-            if agreement is not None:
-                agreement.close(timeout)
-        if self.copies is not None:
-            self.copies.close(timeout)
-        if self._own_storage and self.storage is not None:
-            self.storage.close(timeout)
-        self.host.close()
 
 
 def keys_of(config: PrefetchConfig, namespace: Namespace) -> Keys:

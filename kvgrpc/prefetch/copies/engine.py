@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -52,7 +53,6 @@ class CopyEngine:
         self._on_ack = on_ack
         self._path = {direction: CopyPath(device, host, backend) for direction in Direction}
         self._lane = {direction: open_lane(device.device) for direction in Direction}
-        self._pinned = pin(host, device.device)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._queued: list[CopyOperation] = []
@@ -61,12 +61,17 @@ class CopyEngine:
         self._in_flight = 0
         self._closed = False
         self._idle = threading.Condition(self._lock)
-        self._writer: QueueThreads[CopyOperation] = QueueThreads(
-            "cache-write", self._write_all, self._writes_failed, most=MERGED_COPIES, limit=MAX_WAITING
-        )
-        self._loader: QueueThreads[_Load] = QueueThreads(
-            "cache-load", self._load_all, self._loads_failed, limit=MAX_WAITING
-        )
+        self._pinned = pin(host, device.device)
+        with contextlib.ExitStack() as opened:
+            opened.callback(self._unpin)
+            self._writer: QueueThreads[CopyOperation] = QueueThreads(
+                "cache-write", self._write_all, self._writes_failed, most=MERGED_COPIES, limit=MAX_WAITING
+            )
+            opened.callback(self._writer.stop, 1.0)
+            self._loader: QueueThreads[_Load] = QueueThreads(
+                "cache-load", self._load_all, self._loads_failed, limit=MAX_WAITING
+            )
+            opened.pop_all()
 
     @property
     def healthy(self) -> bool:
@@ -219,10 +224,14 @@ class CopyEngine:
         self._cancel_queued()
         stopped = self._writer.stop(timeout)
         stopped = self._loader.stop(max(0.1, end - time.monotonic())) and stopped
-        if stopped and self._pinned:
-            unpin(self.host)
-            self._pinned = False
+        if stopped:
+            self._unpin()
         return stopped
+
+    def _unpin(self) -> None:
+        pinned, self._pinned = self._pinned, False
+        if pinned:
+            unpin(self.host)
 
     def _check_room(self) -> None:
         with self._lock:

@@ -10,6 +10,7 @@ writes) by threads of their own, which no vote, hand-over or cancel waits for.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -56,6 +57,8 @@ T = TypeVar("T")
 _Todo = tuple[Operation, Work]
 # An alarm that is due later than this is dropped with its operation, so that it does not keep its pages' hashes.
 _KEPT_SECONDS = 1.0
+# For each part of one that cannot be opened.
+_UNDO_SECONDS = 1.0
 
 
 class CacheController:
@@ -93,16 +96,21 @@ class CacheController:
         self._share = HostShare(max(1, int(host.pages * self.limits.occupancy)))
         self._closed = False
         self._registered = storage is not None
-        if storage is not None:
-            storage.register(host.ranges)
         self._wakes: dict[Operation, list[Callable[[], None]]] = {}
-        self._alarms = Alarms("prefetch-alarms")
-        self._threads = (
-            None
-            if storage is None
-            else StorageThreads(host, storage, self.keeper, key_of, self.limits, self._step, self._stumbled)
-        )
-        self._doer: QueueThreads[_Todo] = QueueThreads("cache-control", self._do_all, self._undone)
+        self._threads: StorageThreads | None = None
+        with contextlib.ExitStack() as opened:
+            if storage is not None:
+                storage.register(host.ranges)
+                opened.callback(self._unregister)
+            self._alarms = Alarms("prefetch-alarms")
+            opened.callback(self._alarms.stop, _UNDO_SECONDS)
+            if storage is not None:
+                self._threads = StorageThreads(
+                    host, storage, self.keeper, key_of, self.limits, self._step, self._stumbled
+                )
+                opened.callback(self._threads.stop, _UNDO_SECONDS)
+            self._doer: QueueThreads[_Todo] = QueueThreads("cache-control", self._do_all, self._undone)
+            opened.pop_all()
 
     @property
     def healthy(self) -> bool:
@@ -338,15 +346,18 @@ class CacheController:
             # Its threads are what settles the pages that still move.
             return False
         stopped = self._stop_threads(end)
-        if stopped and self._registered:
-            # Once: what lies there afterwards is somebody else's.
-            self._registered = False
-            if isinstance(self.storage, Unregisters):
-                try:
-                    self.storage.unregister(self.host.ranges)
-                except Exception as error:  # an entry point's may mean something else: what comes after closes, too
-                    _log.error("%s: unregister: %s", self.storage.name, error, exc_info=error)
+        if stopped:
+            self._unregister()
         return stopped
+
+    def _unregister(self) -> None:
+        """Once: what lies there afterwards is somebody else's."""
+        registered, self._registered = self._registered, False
+        if registered and isinstance(self.storage, Unregisters):
+            try:
+                self.storage.unregister(self.host.ranges)
+            except Exception as error:  # an entry point's may mean something else: what comes after closes, too
+                _log.error("%s: unregister: %s", self.storage.name, error, exc_info=error)
 
     def _stop_threads(self, end: float) -> bool:
         def left() -> float:

@@ -63,11 +63,13 @@ class StorageThreads:
         readers, writers = limits.readers, limits.writers
         # When the call began in which a thread is, by the thread.
         self._calls: dict[type[Any], dict[int, float]] = {LookUp: {}, ReadNext: {}, WriteNext: {}}
-        self._workers: dict[type[Any], QueueThreads[Operation]] = {
-            LookUp: QueueThreads("prefetch-query", self._look_up, failed, threads=readers),
-            ReadNext: QueueThreads("prefetch-read", self._read, failed, threads=readers),
-            WriteNext: QueueThreads("cache-backup", self._write, failed, threads=writers),
-        }
+        self._workers: dict[type[Any], QueueThreads[Operation]] = {}
+        with contextlib.ExitStack() as opened:
+            opened.callback(self.stop, 1.0)
+            self._workers[LookUp] = QueueThreads("prefetch-query", self._look_up, failed, threads=readers)
+            self._workers[ReadNext] = QueueThreads("prefetch-read", self._read, failed, threads=readers)
+            self._workers[WriteNext] = QueueThreads("cache-backup", self._write, failed, threads=writers)
+            opened.pop_all()
         watch_storage(self)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -88,11 +89,14 @@ class QueueThreads(Generic[T]):
         self._queue: FairQueue[T] = FairQueue()
         self._wake = threading.Condition()
         self._stopped = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"kvgrpc-{name}-{number}", daemon=True) for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        with contextlib.ExitStack() as started:
+            started.callback(self.stop, 1.0)
+            for number in range(threads):
+                thread = threading.Thread(target=self._run, name=f"kvgrpc-{name}-{number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+            started.pop_all()
 
     @property
     def healthy(self) -> bool:
