@@ -216,7 +216,7 @@ class Question:
 
     def _unanswered(self, how: str) -> None:
         address = self._world.engines[self._number].address
-        self._asker.silent.unanswered(address, self._seconds, ANSWER)
+        self._asker.silent.unanswered(address, self._seconds, ANSWER, self._seconds)
         self._end(partial(_raise, PeerUnreachable(f"{address}: {how}", metadata={"address": address})))
 
     def _end(self, say: Callable[[], Any]) -> None:

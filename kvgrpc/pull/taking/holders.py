@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -226,10 +227,19 @@ class Holders:
                 if not isinstance(message, registry_service_pb2.WatchEnginesResponse):
                     raise unreachable(address, "it ended the stream")
                 for name in self._mirror.apply(message):
-                    self._take_news(name)
+                    self._hear_of(name)
         finally:
             self._in_use[address] -= 1
             call.cancel()
+
+    def _hear_of(self, name: str) -> None:
+        """One whose rows cannot be read, of a newer version perhaps, is not asked; of the others more is heard."""
+        try:
+            self._take_news(name)
+        except Exception as error:
+            self._engines.pop(name, None)
+            text = one_line(f"{type(error).__name__}: {error}")
+            self._lines.warning(f"rows of {name}", f"pages of {name} are not taken, its rows cannot be read: {text}")
 
     def _take_news(self, name: str) -> None:
         engine, before = self._mirror.engine(name), self._engines.pop(name, None)
@@ -349,14 +359,15 @@ class Holders:
         named, name = hashes[holder.common], secrets.token_bytes(wire.NAME_BYTES)
         if not named:  # the common names of a prompt are not always known
             return Found(holder, 0, name)
-        request = pb.CountPagesRequest(identity=self._identity_of(holder), page_hashes=named, prompt_name=name)
         try:
+            request = pb.CountPagesRequest(identity=self._identity_of(holder), page_hashes=named, prompt_name=name)
             answer = await self._call(holder, "CountPages", request, seconds)
-        except KvGrpcError as error:
-            if self._is_of_other_kind(holder, error):
+        except Exception as error:  # whatever it is: other holders are asked, too
+            if isinstance(error, KvGrpcError) and self._is_of_other_kind(holder, error):
                 _note_kind(self._of_other_kind, holder)
                 return await self._count_one(replace(holder, common=True), hashes, seconds)
-            text = f"{holder.engine} at {holder.address} does not say what it has: {one_line(str(error))}"
+            said = str(error) if isinstance(error, KvGrpcError) else f"{type(error).__name__}: {error}"
+            text = f"{holder.engine} at {holder.address} does not say what it has: {one_line(said)}"
             self._lines.warning(f"holder {holder.address}", text)
             return Found(holder, 0, name)
         if not holder.common:
@@ -384,13 +395,14 @@ class Holders:
     async def _call(self, holder: Holder, method: str, request: Any, seconds: float) -> Any:
         if self._closed:
             raise ServerDraining(f"{self._ref} takes nothing more")
-        address = holder.address
+        address, began = holder.address, time.monotonic()
         self._in_use[address] += 1
         try:
             with domain_errors(address, holder.engine):
                 return await getattr(PullServiceStub(self._channels.get(address)), method)(request, timeout=seconds)
         except PeerUnreachable:
-            self.silent.unanswered(address, seconds, self._config.answer_timeout)
+            took = time.monotonic() - began
+            self.silent.unanswered(address, seconds, self._config.answer_timeout, took)
             raise
         finally:
             self._in_use[address] -= 1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvgrpc.errors import KvGrpcError
+from kvgrpc.errors import InvalidRequest, KvGrpcError, PeerUnreachable
 from kvgrpc.events.log.digest import hash_key
 from kvgrpc.hashing import sglang_event_hash
 from kvgrpc.observability.logging import RateLimited, one_line
@@ -62,12 +63,16 @@ class IndexedHolders:
         request = pb.ScoreRequest()
         for values in prompts:
             request.prompts.add(block_hashes=pb.BlockHashes(values=values), model=self._model)
+        began, seconds = time.monotonic(), min(timeout, self._seconds)
         try:
             with domain_errors(self._address, "the index"):
                 stub = IndexServiceStub(self._channels.get(self._address))
-                answer = await stub.Score(request, timeout=min(timeout, self._seconds))
+                answer = await stub.Score(request, timeout=seconds)
         except KvGrpcError as error:
-            self._silent.failed(self._address)
+            if isinstance(error, PeerUnreachable):
+                self._silent.unanswered(self._address, seconds, self._seconds, time.monotonic() - began)
+            elif not isinstance(error, InvalidRequest):  # that is said of this prompt alone
+                self._silent.failed(self._address)
             self._lines.warning("index", f"holders are looked for at the registry alone: {one_line(str(error))}")
             return None
         self._silent.forget(self._address)

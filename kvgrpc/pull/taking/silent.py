@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 FIRST_SECONDS, LONGEST_SECONDS = 1.0, 60.0
+OWN_DELAY_SECONDS = 0.25
 _MOST = 4096
 
 
@@ -37,9 +38,10 @@ class SilentHolders:
             if len(self._until) > _MOST:
                 self._until.pop(next(iter(self._until)))
 
-    def unanswered(self, address: str, seconds: float, may_take: float) -> None:
-        """It did not answer within ``seconds``: that says nothing of one that had less time than it ``may_take``."""
-        if seconds >= may_take:
+    def unanswered(self, address: str, seconds: float, may_take: float, took: float) -> None:
+        """It did not answer within ``seconds``, which was known after ``took``. That says nothing of one that had less
+        time than it ``may_take``; nor where it was known much later: then it is this process that stood still."""
+        if seconds >= may_take and took <= seconds + OWN_DELAY_SECONDS:
             self.failed(address)
 
     def forget(self, address: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,8 +18,10 @@ from kvgrpc.prefetch.model import OperationState
 from kvgrpc.pull.lending.exported import ExportedPages
 from kvgrpc.pull.model import PullConfig
 from kvgrpc.pull.staging import StagingPages
-from kvgrpc.pull.taking import silent
-from kvgrpc.pull.taking.silent import FIRST_SECONDS, LONGEST_SECONDS, SilentHolders
+from kvgrpc.pull.taking import holders, silent
+from kvgrpc.pull.taking.silent import FIRST_SECONDS, LONGEST_SECONDS, OWN_DELAY_SECONDS, SilentHolders
+from kvgrpc.registry import wire
+from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.server import IndexServer
 from kvgrpc.server.cache import peer as cache_peer
 from kvgrpc.v1 import prefetch_service_pb2
@@ -124,6 +127,66 @@ def test_a_holder_that_does_not_answer_is_not_asked_for_each_prompt(
     assert len(asked) == 1
     (line,) = [each.getMessage() for each in caplog.records if each.name == "kvgrpc.pull.taking.holders"]
     assert f"holder at {holder.address}" in line and "registry" not in line
+
+
+def test_a_holder_is_not_silent_because_the_taker_stood_still(
+    fleet: PullFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(silent, "FIRST_SECONDS", LONGEST_SECONDS)
+    holder = fleet.open("holder")
+    taker = fleet.open("taker", pull=PullConfig(staging_pages=16, answer_timeout=0.3))
+    wait_until(lambda: bool(candidates_of(taker)))
+    asked = list[object]()
+
+    async def stand_still(work: object) -> int:
+        asked.append(work)
+        threading.Event().wait(0.3 + OWN_DELAY_SECONDS + 0.2)  # the loop does, which is the taker's too
+        return 0
+
+    monkeypatch.setattr(peer_of(holder).servicer._blocking, "run", stand_still)
+    for first in (1, 2):
+        assert pulled(taker, hashes_of(prompt(4, first))).state is OperationState.DECLINED
+        wait_until(lambda: not LoopThread.shared().lag > 0.1)
+    assert len(asked) == 2
+
+
+def test_an_engine_whose_rows_cannot_be_read_hides_no_other(
+    fleet: PullFleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be of a newer version. Whatever it is, the others are heard of."""
+    read = wire.engine_from_pb
+
+    def refuse(engine: Any, *rest: Any) -> Any:
+        if engine.name == "newer":
+            raise InvalidRequest.of("role", 99, "a role that this version knows")
+        if engine.name == "odd":
+            raise ZeroDivisionError
+        return read(engine, *rest)
+
+    monkeypatch.setattr(holders, "engine_from_pb", refuse)
+    for name in ("newer", "odd", "plain"):
+        fleet.open(name)
+    taker = fleet.open("taker")
+    wait_until(lambda: [each.engine for each in candidates_of(taker)] == ["plain"])
+    hashes = hashes_of(prompt(4))
+    fleet.ranks[2].fill(hashes)
+    assert pulled(taker, hashes).completed == 4
+    said = [each.getMessage() for each in caplog.records if "cannot be read" in each.getMessage()]
+    assert any("pages of newer" in each and "role" in each for each in said) and len(said) < 20
+    assert LoopThread.shared().healthy
+
+
+def test_a_holder_that_cannot_be_asked_at_all_does_not_keep_others_from_being_asked(
+    fleet: PullFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is that fails there."""
+    holder, taker = fleet.pair()
+    hashes = hashes_of(prompt(4))
+    holder.fill(hashes)
+    found = candidates_of(taker)
+    wrong = replace(found[0], engine="wrong", tp=9, tp_size=3)  # of a size that nobody has pages of
+    monkeypatch.setattr(peer_of(taker)._holders, "candidates", lambda *_: [wrong, *found])
+    assert pulled(taker, hashes).completed == 4
 
 
 def test_silence_doubles_until_pages_come() -> None:
