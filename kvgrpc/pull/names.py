@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,8 @@ class NotedNames:
                 return
             self._waiting += len(tokens)
             self._noted.append(_Prompt(own, tokens, seed))
-            self._hashing.submit(self._settle)
+            with contextlib.suppress(RuntimeError):  # no thread can be had: whoever asks for the names hashes them
+                self._hashing.submit(self._settle)
 
     def common(self, own: Sequence[str]) -> list[str]:
         return self._leading(self._common, own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -89,3 +90,16 @@ def test_a_closed_engine_notes_nothing(names: NotedNames) -> None:
     names.close()
     names.note(own_of(prompt(2)), prompt(2))
     assert names.own(common_of(prompt(2))) == []
+
+
+def test_a_prompt_is_noted_though_no_thread_can_be_had(names: NotedNames, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an engine's own thread that notes it."""
+
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", no_thread)
+    tokens = prompt(3)
+    own = own_of(tokens)
+    names.note(own, tokens)
+    assert len(names.common([each.hex() for each in own])) == 3
