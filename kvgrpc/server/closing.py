@@ -45,6 +45,24 @@ async def aside(function: Callable[..., T], *arguments: object) -> T:
     return await running
 
 
+async def opened_aside(make: Callable[..., T], *arguments: object, close: Callable[[Any], object]) -> T:
+    """Returns what ``make`` opens on another thread. Once nobody waits for it any more, it is closed there when it
+    comes."""
+    opening = asyncio.get_running_loop().run_in_executor(None, partial(make, *arguments))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(partial(_close_opened, close))
+        raise
+
+
+def _close_opened(close: Callable[[Any], object], opening: asyncio.Future[Any]) -> None:
+    if opening.cancelled() or opening.exception() is not None or opening.result() is None:
+        return
+    logger.warning("%s was opened too late, and is closed", type(opening.result()).__name__)
+    asyncio.get_running_loop().run_in_executor(None, close, opening.result())
+
+
 class ClosesAtExit(Protocol):
     """An opened rank."""
 

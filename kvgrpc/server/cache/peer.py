@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
@@ -52,6 +53,7 @@ from kvgrpc.v1.transfer_service_pb2_grpc import add_TransferServiceServicer_to_s
 _log = logging.getLogger(__name__)
 _SERVICES = ("kvgrpc.v1.TransferService", "kvgrpc.v1.ServerService")
 _MARGIN_SECONDS = 0.5
+_CLOSE_SECONDS = 4.0
 # Of the loop: it was busy, or it ended with the process.
 _LATE = (TimeoutError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError)
 
@@ -88,13 +90,12 @@ class CachePeer:
         self._steering: ServerServicer | None = None
         self._ended = False
         self.address = ""
-        try:
-            self._put_together(lends)
-        except BaseException:
-            self.plane.close(1.0)
-            raise
+        with contextlib.ExitStack() as opened:
+            opened.callback(self.plane.close, 1.0)
+            self._put_together(lends, opened)
+            opened.pop_all()
 
-    def _put_together(self, lends: LentPages) -> None:
+    def _put_together(self, lends: LentPages, opened: contextlib.ExitStack) -> None:
         config, pull, ref = self._config, self._pull, self._ref
         sizes = pull.staged(lends.page_bytes), lends.page_bytes, lends.page_tokens
         staging = Staging(self.plane, *sizes, lends.dtype)
@@ -112,6 +113,8 @@ class CachePeer:
         )
         self._transfer = _transfer_config(config, ref, staging, model)
         self._sending = PrefillManager(self._transfer, self.plane, self._loop)
+        opened.callback(lambda: self._loop.spawn(self._sending.stop(), "pulls-undone"))
+        opened.callback(self._sending.close_worker, 1.0)
         axes = None if lends.common is None else lends.common.axes
         self._landings = Landings(staging, partial(self._take_memory, lends), self._receive, self._loop, axes)
         self._lender = Lender(lends.cache, staging, self._sending, self.book, common=lends.common)
@@ -222,6 +225,10 @@ class CachePeer:
             _log.error("%s: a lent page may still be written, so %s stays bound", self._ref, self.address)
         return written
 
+    def close_now(self) -> bool:
+        """``close`` for other threads than the loop's; blocks."""
+        return self._loop.run(self.close(ClosingTime(_CLOSE_SECONDS)), 2 * _CLOSE_SECONDS)
+
     async def _end_taking(self, time: ClosingTime) -> None:
         if self._following is not None:
             self._following.cancel()
@@ -246,8 +253,8 @@ class CachePeer:
     ) -> Found | None:
         try:
             return self._loop.run(self._holders.best(hashes, timeout, without, only), timeout + _MARGIN_SECONDS)
-        except (*_LATE, RuntimeError) as error:
-            _log.warning("%s: no holder was asked: %s", self._ref, error)
+        except Exception as error:
+            _log.warning("%s: no holder was asked: %s: %s", self._ref, type(error).__name__, error)
             return None
 
     def _lend(self, found: Found, prompt: Sequence[str], first: int, count: int, room: int, timeout: float) -> Lent:

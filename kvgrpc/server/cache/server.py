@@ -25,7 +25,7 @@ from kvgrpc.rpc.loop import LoopThread, background
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES
 from kvgrpc.server.cache.peer import CachePeer
 from kvgrpc.server.check import check
-from kvgrpc.server.closing import ClosingTime
+from kvgrpc.server.closing import ClosingTime, opened_aside
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.port.callers import CallersHere
 from kvgrpc.server.port.description import ServerInfo, limits_to_pb
@@ -81,9 +81,10 @@ class CacheServer:
     def registered(self) -> bool:
         return self._registration is not None and self._registration.state == "registered"
 
-    def close(self, deadline: float = 2.0) -> None:
-        """Leaves the registry and stops; operations are the engine's to end."""
-        self._loop.run(self._close(deadline), deadline + _STOP_SECONDS)
+    def close(self, deadline: float = 2.0) -> bool:
+        """Leaves the registry and stops; operations are the engine's to end. False where its memory may still be copied
+        from or to: it is to stay then."""
+        return self._loop.run(self._close(deadline), deadline + _STOP_SECONDS)
 
     async def drain(self, grace: float) -> tuple[bool, int]:
         """On the loop: leaves the registry and begins nothing new."""
@@ -115,8 +116,8 @@ class CacheServer:
         config = self.config
         if self._pulls is not None and config.pull is not None:
             lends, backend = self._pulls
-            mine = config, config.pull, self.rank, lends, backend
-            self._peer = await asyncio.to_thread(CachePeer, *mine, lambda: self._listener.draining, self._load)
+            mine = config, config.pull, self.rank, lends, backend, lambda: self._listener.draining, self._load
+            self._peer = await opened_aside(CachePeer, *mine, close=CachePeer.close_now)
             await self._peer.open()
             if self.rank.rank.leads:
                 self._load.add_pulls(self._peer.add_load)
@@ -189,16 +190,17 @@ class CacheServer:
         if self._leaving is not None:
             await asyncio.shield(self._leaving)  # an Undrain cancels the drain
 
-    async def _close(self, deadline: float) -> None:
-        self._closing = True
+    async def _close(self, deadline: float) -> bool:
+        self._closing, copied = True, True
         await self.drain(0.0)
         if self._peer is not None:
             if self.rank.rank.leads:
                 self._load.add_pulls(None)
-            await self._peer.close(ClosingTime(deadline))
+            copied = await self._peer.close(ClosingTime(deadline))
         await self._listener.stop(min(_GRACE_SECONDS, deadline), deadline)
         if self._servicer is not None:
             self._servicer.close()
+        return copied
 
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
         names: tuple[str, ...] = _SERVICES if self._servicer is not None else _SERVICES[1:]

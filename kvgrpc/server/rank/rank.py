@@ -25,6 +25,7 @@ from kvgrpc.net import advertised, parse_bootstrap_addr, replicas
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.served import ServedCache
 from kvgrpc.prefetch.servicer import PrefetchServicer
+from kvgrpc.pull.taking.peers import PeersBackend
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.model import Endpoints, RankRow, RankSelector, labels_of
 from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
@@ -35,7 +36,7 @@ from kvgrpc.rpc.within import check_seconds
 from kvgrpc.server.cache.lent import lent_of
 from kvgrpc.server.cache.peer import CachePeer
 from kvgrpc.server.check import check
-from kvgrpc.server.closing import ClosingTime, close_at_exit, forget
+from kvgrpc.server.closing import ClosingTime, close_at_exit, forget, opened_aside
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.port.callers import CallersHere
 from kvgrpc.server.port.description import ServerInfo, limits_to_pb, rank_limits, settings_in_force
@@ -70,6 +71,8 @@ _UNDRAIN_SECONDS = 10.0
 _DROPPED_SECONDS = 10.0
 # How much later than its own end a close may be before the loop is taken for stuck.
 _STUCK_SECONDS = 10.0
+# For the end of a part that was open when its rank's opening was over.
+_LATE_PART_SECONDS = 4.0
 
 Transfer = TypeVar("Transfer", bound=Runtime)
 
@@ -239,14 +242,15 @@ class Rank(Generic[Transfer]):
 
     async def _open(self, deadline: float) -> None:
         config, parts = self.config, self._parts
-        parts.events = await asyncio.to_thread(publisher_of, config, self.ref)
-        parts.peers = await asyncio.to_thread(peers_of, config)
-        parts.prefetch = await asyncio.to_thread(cache_of, config, self.ref, self.events, parts.peers)
+        parts.events = await opened_aside(publisher_of, config, self.ref, close=lambda late: late.shutdown())
+        parts.peers = await opened_aside(peers_of, config, close=_close_late)
+        parts.prefetch = await opened_aside(cache_of, config, self.ref, self.events, parts.peers, close=_close_late)
         self._served = self.prefetch if config.cache is None else config.cache(self.ref)
         self.transfer.start()
         if self.prefetch is not None and parts.peers is not None and config.pull is not None:
             mine = config, config.pull, self.ref, lent_of(self.prefetch), parts.peers
-            parts.cache_peer = await asyncio.to_thread(CachePeer, *mine, self._drains, self.load, self._hands_off)
+            beside = self._drains, self.load, self._hands_off
+            parts.cache_peer = await opened_aside(CachePeer, *mine, *beside, close=CachePeer.close_now)
             await parts.cache_peer.open()
             self.load.add_pulls(parts.cache_peer.add_load)
         if parts.registry is not None:
@@ -536,6 +540,10 @@ def _open_on(plane: DataPlane, config: RankConfig, loop: LoopThread) -> Rank[Any
         else:
             close_at_exit(rank)
             return _Handed(rank)
+
+
+def _close_late(part: PeersBackend | PrefetchManager) -> None:
+    part.close(_LATE_PART_SECONDS)
 
 
 def _quarter_of_the_pool(config: RankConfig) -> int:
