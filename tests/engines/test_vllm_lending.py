@@ -6,14 +6,23 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+from vllm.v1.kv_offload.base import LookupResult, make_offload_key
 
 from kvgrpc.client import SyncClient
+from kvgrpc.engines.vllm import orders
 from kvgrpc.engines.vllm.offload import questions
+from kvgrpc.engines.vllm.offload.lending import LentChunks
+from kvgrpc.engines.vllm.offload.promotion import LOOKUPS_OF_A_STEP, Promotion
 from kvgrpc.errors import InvalidRequest, PeerUnreachable
+from kvgrpc.prefetch.model import OperationKind, PrefetchLimits
+from kvgrpc.prefetch.orders import EngineOrders
+from kvgrpc.prefetch.protocol.order import Order
+from kvgrpc.pull.staging import Staging
 from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1 import pull_service_pb2
@@ -220,6 +229,48 @@ def test_a_holder_that_empties_its_cache_while_it_lends_ends_no_engine(tmp_path:
         holder.wait(holder.nothing_is_held)
 
 
+def test_a_cache_is_emptied_once_nothing_of_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that takes: what vLLM gives away before is copied with other bytes, or vLLM ends with an assert."""
+    monkeypatch.setattr(orders, "_CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(orders, "_SAY_SECONDS", 0.1)
+    tokens = prompt(6)
+    with offloading(tmp_path) as (engine, _):
+        engine.compute(keys_of(tokens))
+        copying, copied, emptied = threading.Event(), threading.Event(), threading.Event()
+
+        def lend() -> None:
+            with engine.tier._lent.reading([each[:-4].hex() for each in keys_of(tokens)]) as chunks:
+                assert len(chunks) == 6
+                copying.set()
+                copied.wait(20.0)
+
+        def empty() -> None:
+            engine.empty_host()
+            emptied.set()
+
+        lending, emptying = threading.Thread(target=lend), threading.Thread(target=empty)
+        lending.start()
+        assert copying.wait(10.0)
+        emptying.start()
+        assert not emptied.wait(0.5)
+        copied.set()
+        assert emptied.wait(10.0)
+        lending.join()
+        emptying.join()
+        assert engine.nothing_is_held()
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_vllms_memory_stays_where_a_chunk_may_still_be_copied(monkeypatch: pytest.MonkeyPatch, copied: bool) -> None:
+    kept: list[memoryview] = []
+    monkeypatch.setattr(orders, "keep_mapped", kept.append)
+    with offloading(None, data_plane="shm", pull=PULL) as (engine, _), monkeypatch.context() as patched:
+        close = Staging.close
+        patched.setattr(Staging, "close", lambda memory, seconds: close(memory, seconds) and copied)
+        engine.tier.shutdown()
+    assert len(kept) == (not copied)
+
+
 def test_a_holder_that_is_gone_costs_a_miss(tmp_path: Path) -> None:
     keys = keys_of(prompt(4))
     with pair() as (holder, _, taker, takers):
@@ -271,3 +322,69 @@ def test_a_lookup_counts_what_other_engines_have(tmp_path: Path) -> None:
         holder.wait(lambda: taker_sees(taker, takers))
         found = takers.lookup(pb.PromptPages(tokens=prompt(5)))
         assert (found.host_pages, found.storage_pages, found.page_tokens) == (0, 5, BLOCK)
+
+
+def test_a_long_question_does_not_hold_vllm_for_all_of_it() -> None:
+    """Each part is one time under vLLM's lock."""
+    asked, looked, over = questions.Questions(lambda: None), list[int](), threading.Event()
+    keys = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(3 * questions.KEYS_OF_A_QUESTION)]
+    here = 2 * questions.KEYS_OF_A_QUESTION + 7
+
+    class Host:
+        """Has the leading chunks."""
+
+        def on_new_request(self, context: Any) -> None:
+            looked.append(0)
+
+        def on_request_finished(self, context: Any) -> None: ...
+
+        def lookup(self, key: bytes, context: Any) -> LookupResult:
+            looked[-1] += 1
+            return LookupResult.HIT if int.from_bytes(key[:32], "big") < here else LookupResult.MISS
+
+    def answer() -> None:
+        while not over.wait(0.001):
+            asked.answer(cast(Any, Host()))
+
+    engine = threading.Thread(target=answer)
+    engine.start()
+    try:
+        names = SimpleNamespace(keys=lambda hashes: keys)
+        lent = LentChunks(asked, cast(Any, names), 0, 1, lambda job: None)
+        assert lent.count([]) == here
+    finally:
+        over.set()
+        engine.join()
+    assert looked == [questions.KEYS_OF_A_QUESTION] * 2 + [8]
+
+
+def test_a_step_looks_at_some_chunks_of_a_long_order() -> None:
+    """All of them that are in the host are pinned in the end, and none twice."""
+    keys = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(4 * LOOKUPS_OF_A_STEP)]
+    here, on_device = 3 * LOOKUPS_OF_A_STEP + 5, LOOKUPS_OF_A_STEP + 3
+    looked, pinned = [0], list[bytes]()
+
+    class Host:
+        """Has leading chunks, and no tier has others."""
+
+        def on_new_request(self, context: Any) -> None: ...
+
+        def on_request_finished(self, context: Any) -> None: ...
+
+        def lookup(self, key: bytes, context: Any) -> LookupResult:
+            looked[-1] += 1
+            return LookupResult.HIT if int.from_bytes(key[:32], "big") < here else LookupResult.MISS
+
+        def create_store_job(self, keys: Any, context: Any) -> Any:
+            pinned.extend(keys)
+            return SimpleNamespace(keys=keys)
+
+    engine_orders = EngineOrders(PrefetchLimits(threshold_tokens=1), 16, lambda: None)
+    operation = engine_orders.start(Order(kind=OperationKind.PREFETCH, hashes=("aa" * 32,)))
+    promotion = Promotion(operation, keys, engine_orders, 1 << 20, 1, 16)
+    host: Any = Host()
+    promotion.begin(host, on_device)
+    while not promotion.step(host):
+        looked.append(0)
+    assert len(looked) == 4 and max(looked) <= LOOKUPS_OF_A_STEP + 2
+    assert pinned == keys[:here] and promotion.held == here

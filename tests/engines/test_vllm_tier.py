@@ -17,7 +17,8 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvgrpc.engines.vllm import tier as module
 from kvgrpc.engines.vllm.tier import KvGrpcTier
-from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers, PageResult, timed_out
+from kvgrpc.engines.vllm.worker import Worker
+from kvgrpc.prefetch.storage.base import OK, MemoryRange, PageBuffers, PageResult, timed_out
 from kvgrpc.prefetch.storage.keys import PageIdentity
 
 KEY = b"0" * 32 + b"\0\0\0\0"
@@ -26,6 +27,8 @@ CHUNKS, CHUNK_BYTES = 4, 4096
 
 class Hung:
     """A store whose calls time out, and which uses their buffers until ``released``."""
+
+    name = "hung"
 
     def __init__(self) -> None:
         self.released = threading.Event()
@@ -98,3 +101,50 @@ def test_a_store_that_answers_is_closed_without_a_word(store: Hung, caplog: pyte
     store.released.set()
     assert close_within(tier, 6.0) < 1.0
     assert [line for line in caplog.records if line.levelno >= logging.ERROR] == [] and not module._STILL_USED
+
+
+def test_a_tier_that_cannot_be_made_closes_its_store(store: Hung, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[float] = []
+
+    def refuse(memory: Sequence[MemoryRange]) -> None:
+        raise OSError("no memory is registered here")
+
+    def close(timeout: float) -> bool:
+        closed.append(timeout)
+        return True
+
+    monkeypatch.setattr(store, "register", refuse)
+    monkeypatch.setattr(store, "close", close)
+    with pytest.raises(OSError, match="registered"):
+        tier_over(mmap.mmap(-1, CHUNKS * CHUNK_BYTES))
+    assert len(closed) == 1
+
+
+@pytest.mark.parametrize("answered", [0, 2])
+def test_a_store_that_answers_too_few_or_too_many_results_brought_nothing(
+    store: Hung, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answered: int
+) -> None:
+    monkeypatch.setattr(store, "write", lambda *_: [OK] * answered)
+    store.released.set()
+    tier, _ = tier_over(mmap.mmap(-1, CHUNKS * CHUNK_BYTES))
+    tier.drain_jobs()
+    (result,) = tier.get_finished_jobs()
+    assert not result.success and not result.successful_keys
+    assert f"{answered} results for 1 chunks" in caplog.text
+    tier.shutdown()
+
+
+def test_a_worker_closes_each_of_its_ranks_though_one_cannot_be_closed() -> None:
+    closed: list[str] = []
+
+    def close(name: str) -> None:
+        closed.append(name)
+        if name == "prefill":
+            raise TimeoutError("the loop is busy")
+
+    worker: Any = object.__new__(Worker)
+    worker._ranks = [SimpleNamespace(close=lambda seconds, name=name: close(name)) for name in ("prefill", "decode")]
+    worker._bootstrap = SimpleNamespace(close=lambda: close("bootstrap"))
+    with pytest.raises(TimeoutError):
+        worker.close()
+    assert closed == ["prefill", "decode", "bootstrap"]

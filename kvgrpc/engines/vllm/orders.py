@@ -6,6 +6,7 @@ have a tier of their own. It stands in ``secondary_tiers`` beside those whose ch
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -31,13 +32,14 @@ from kvgrpc.engines.vllm.offload.outcomes import Outcomes
 from kvgrpc.engines.vllm.offload.promotion import Promotion
 from kvgrpc.engines.vllm.offload.questions import Questions, looking
 from kvgrpc.engines.vllm.offload.served import OffloadedCache, is_full
-from kvgrpc.engines.vllm.tier import KvGrpcTier, identity_of
+from kvgrpc.engines.vllm.tier import KvGrpcTier, identity_of, keep_mapped
 from kvgrpc.errors import Failure, InvalidRequest, StorageFailed
 from kvgrpc.hashing import vllm_event_hash
 from kvgrpc.model import Layout, ModelIdentity, RankRef, Role
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.model import Namespace, OperationState, PrefetchLimits, Stop
 from kvgrpc.prefetch.orders import EngineOrders
+from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.storage.keys import KeyMode, Keys
 from kvgrpc.pull.common import CommonPages
 from kvgrpc.pull.lending.lender import LentPages
@@ -49,6 +51,7 @@ logger = logging.getLogger("vllm." + __name__)
 _PROMOTIONS = 8
 _CLOSE_SECONDS = 2.0
 _HUNG_SECONDS = 30.0
+_SAY_SECONDS = 5.0
 # Of pages whose prompts were met: other engines may have them when the host does not any more.
 _LEAST_NAMES = 65_536
 # Of the environment, which the engine's workers share, that which is theirs alone.
@@ -142,20 +145,25 @@ class KvGrpcOrders(SecondaryTierManager):
         self._stepped = True
 
     def drain_jobs(self) -> None:
-        """vLLM empties the host: what is pinned there is let go, once nothing of it is copied."""
-        if not self._lent.wait_idle(_CLOSE_SECONDS):
-            logger.error("kvgrpc: a chunk is still being copied for another engine")
+        """vLLM empties the host: what is pinned there is let go, once nothing of it is copied, whenever that is."""
+        while not self._lent.wait_idle(_SAY_SECONDS):
+            logger.error("kvgrpc: vLLM waits to empty its host cache: chunks are still being copied for another engine")
         for promotion in self._promotions:
             self._let_go(promotion)
 
     def shutdown(self) -> None:
         if self._closed:
             return
-        self._closed = True
-        self._server.close(_CLOSE_SECONDS)
-        self._orders.shut_down()
-        if self._common is not None:
-            self._common.close()
+        self._closed, copied = True, False
+        try:
+            copied = self._server.close(_CLOSE_SECONDS)
+        finally:
+            if not copied:
+                keep_mapped(self._primary_kv_view)
+                logger.error("kvgrpc: chunks may still be copied, so vLLM's host cache stays mapped")
+            self._orders.shut_down()
+            if self._common is not None:
+                self._common.close()
 
     # Orders, under vLLM's lock.
 
@@ -169,50 +177,59 @@ class KvGrpcOrders(SecondaryTierManager):
             return  # only a step moves a promotion
         self._stepped = False
         if self._outcomes.due:
+            self._look(parent)
+        while len(self._promotions) < _PROMOTIONS and (operation := self._orders.take()) is not None:
+            try:
+                self._begin(operation, parent)
+            except Exception as error:
+                self._fail(operation, parent, error)
+        for promotion in list(self._promotions):
+            try:
+                self._step(promotion, parent)
+            except Exception as error:
+                self._fail(promotion.operation, parent, error)
+
+    def _look(self, parent: ParentManager) -> None:
+        try:
             with looking(parent) as look:
                 self._outcomes.look(lambda key: look(key) is not LookupResult.MISS)
-        while len(self._promotions) < _PROMOTIONS and (operation := self._orders.take()) is not None:
-            keys = self._names.keys(operation.hashes)
-            room = int(self._orders.limits.occupancy * self._chunks) - sum(each.held for each in self._promotions)
-            if room < 1:
-                self._orders.end(operation, OperationState.DECLINED, Stop.RATE_LIMITED)
-                continue
-            promotion = Promotion(
-                operation,
-                keys,
-                self._orders,
-                room,
-                self.block_size_bytes,
-                self._names.page_tokens,
-                lambda: is_full(parent),
-            )
-            self._promotions.append(promotion)
-            self._guarded(promotion, parent, begin=True)
-        for promotion in list(self._promotions):
-            self._guarded(promotion, parent)
-
-    def _guarded(self, promotion: Promotion, parent: ParentManager, begin: bool = False) -> None:
-        try:
-            if begin:
-                promotion.begin(parent, self._core.leading_on_device(promotion.keys))
-            elif promotion.step(parent):
-                self._outcomes.follow(promotion.operation, promotion.came)
-                self._end(promotion)
         except Exception as error:
             text = one_line(f"{type(error).__name__}: {error}")
-            self._lines.exception("order", f"kvgrpc: order {promotion.operation.operation_id} failed: {text}")
+            self._lines.exception("outcomes", f"kvgrpc: what became of chunks is not known: {text}")
+
+    def _begin(self, operation: Operation, parent: ParentManager) -> None:
+        keys = self._names.keys(operation.hashes)
+        room = int(self._orders.limits.occupancy * self._chunks) - sum(each.held for each in self._promotions)
+        if room < 1:
+            self._orders.end(operation, OperationState.DECLINED, Stop.RATE_LIMITED)
+            return
+        sizes = self.block_size_bytes, self._names.page_tokens
+        promotion = Promotion(operation, keys, self._orders, room, *sizes, lambda: is_full(parent))
+        self._promotions.append(promotion)
+        promotion.begin(parent, self._core.leading_on_device(keys))
+
+    def _step(self, promotion: Promotion, parent: ParentManager) -> None:
+        if promotion.step(parent):
+            self._outcomes.follow(promotion.operation, promotion.came)
             self._end(promotion)
-            failure = Failure.of(StorageFailed(text, metadata={"backend": "vLLM", "status": "FAILED"}))
-            self._orders.end(promotion.operation, OperationState.FAILED, failure=failure)
+
+    def _fail(self, operation: Operation, parent: ParentManager, error: Exception) -> None:
+        text = one_line(f"{type(error).__name__}: {error}")
+        self._lines.exception("order", f"kvgrpc: order {operation.operation_id} failed: {text}")
+        for promotion in [each for each in self._promotions if each.operation is operation]:
+            self._end(promotion)
+            with contextlib.suppress(Exception):  # vLLM may have forgotten it before
+                promotion.abandon(parent)
+        failure = Failure.of(StorageFailed(text, metadata={"backend": "vLLM", "status": "FAILED"}))
+        self._orders.end(operation, OperationState.FAILED, failure=failure)
 
     def _end(self, promotion: Promotion) -> None:
-        if promotion in self._promotions:
-            self._promotions.remove(promotion)
+        self._promotions.remove(promotion)
         self._let_go(promotion)
 
     def _let_go(self, promotion: Promotion) -> None:
-        job, promotion.pinned = promotion.pinned, None
-        if job is not None:
+        jobs, promotion.pinned = promotion.pinned, []
+        for job in jobs:
             self._done(job)
 
     def _done(self, job: TransferJob) -> None:

@@ -34,7 +34,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvgrpc.engines.compatibility import STORAGE, VLLM, check
 from kvgrpc.engines.vllm.offload.sources import engines_of
-from kvgrpc.errors import InvalidRequest
+from kvgrpc.errors import InvalidRequest, StorageFailed
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.prefetch.model import Released
 from kvgrpc.prefetch.storage import open_backend
@@ -49,6 +49,11 @@ _QUIET_SECONDS = 30.0
 _POLL_SECONDS = 0.5
 # Memory of closed tiers whose stores hang: as long as somebody has a view of it, vLLM does not unmap it.
 _STILL_USED: list[object] = []
+
+
+def keep_mapped(memory: memoryview) -> None:
+    """vLLM's host cache outlives its end."""
+    _STILL_USED.append(memory.obj)
 
 
 class KvGrpcTier(SecondaryTierManager):
@@ -96,8 +101,13 @@ class KvGrpcTier(SecondaryTierManager):
         self._stores = stored is not None
         self.peers = PeersBackend(stored, owns_storage=True) if peers else None
         self.backend: StorageBackend = self.peers if stored is None or self.peers is not None else stored  # type: ignore[assignment]
-        self.backend.register([MemoryRange(self.address, primary_kv_view.nbytes)])
-        self._lookups = Lookups(tier_type, self._contained)
+        try:
+            self.backend.register([MemoryRange(self.address, primary_kv_view.nbytes)])
+            self._lookups = Lookups(tier_type, self._contained)
+        except BaseException:
+            if not self.backend.close(_CLOSE_SECONDS):
+                keep_mapped(primary_kv_view)
+            raise
         self._readers = ThreadPoolExecutor(_THREADS, "kvgrpc-tier-read")
         self._writers = ThreadPoolExecutor(_THREADS, "kvgrpc-tier-write")
         self._closing = threading.Event()
@@ -161,7 +171,7 @@ class KvGrpcTier(SecondaryTierManager):
         closed = self.backend.close(max(0.0, deadline - time.monotonic()))
         asking.join(max(0.0, deadline - time.monotonic()))
         if not closed:
-            _STILL_USED.append(self._primary_kv_view.obj)
+            keep_mapped(self._primary_kv_view)
         if hung or not closed or asking.is_alive():
             left = f"{len(hung)} jobs{' and a question' if asking.is_alive() else ''}"
             memory = "" if closed else ", and vLLM's host cache stays mapped: the store may still use it"
@@ -179,7 +189,7 @@ class KvGrpcTier(SecondaryTierManager):
 
     def count_behind(self, prompt: Sequence[OffloadKey], first: int) -> int:
         """Chunks that other engines or the store have behind the ``first`` leading ones of a prompt. Blocks."""
-        return self._source(list(prompt), first).count_leading(self._names(prompt[first:]), self._timeout)
+        return self._source(_hexes(prompt), first).count_leading(self._names(prompt[first:]), self._timeout)
 
     # On the tier's own threads.
 
@@ -192,7 +202,9 @@ class KvGrpcTier(SecondaryTierManager):
             prompt, only = prompt_of(context), engines_of(context)
             stretch = next(stretches(prompt, keys), None)
             if stretch is not None and stretch.start == 0:
-                near = self._source(prompt, stretch.first, only).count_leading(names[: stretch.length], self._timeout)
+                near = self._source(_hexes(prompt), stretch.first, only).count_leading(
+                    names[: stretch.length], self._timeout
+                )
         return [True] * near + (self.backend.contains(names[near:], self._timeout) if near < len(names) else [])
 
     def _read(
@@ -201,17 +213,15 @@ class KvGrpcTier(SecondaryTierManager):
         if self.peers is None:
             return self.backend.read(names, pages, timeout)
         prompt, only, end = prompt_of(job.req_context), engines_of(job.req_context), time.monotonic() + timeout
-        results: list[PageResult] = []
+        results, hashes = list[PageResult](), _hexes(prompt)
         for stretch in stretches(prompt, list(job.keys)):
             part = slice(stretch.start, stretch.start + stretch.length)
             left = max(0.001, end - time.monotonic())
-            results += self._source(prompt, stretch.first, only).read(names[part], pages[part], left)
+            results += self._source(hashes, stretch.first, only).read(names[part], pages[part], left)
         return results
 
-    def _source(self, prompt: Sequence[OffloadKey], first: int, only: Collection[str] | None = None) -> PageSource:
-        if self.peers is None:
-            return self.backend
-        return self.peers.behind([get_offload_block_hash(key).hex() for key in prompt], first, only)
+    def _source(self, prompt: Sequence[str], first: int, only: Collection[str] | None = None) -> PageSource:
+        return self.backend if self.peers is None else self.peers.behind(prompt, first, only)
 
     def _submit(self, pool: ThreadPoolExecutor, call: Callable[..., list[PageResult]], job: TransferJob) -> None:
         names = self._names(job.keys)
@@ -225,6 +235,11 @@ class KvGrpcTier(SecondaryTierManager):
         for result in results:
             if result.released is not None:
                 self._wait_for(result.released)
+        if len(results) != len(names):
+            raise StorageFailed(
+                f"the store answered {len(results)} results for {len(names)} chunks",
+                metadata={"backend": self.backend.name, "status": "FAILED"},
+            )
         bad = next((result for result in results if result.detail), None)
         if bad is not None:
             self._complain(f"{names[results.index(bad)][-80:]}: {bad.detail}")
@@ -256,10 +271,15 @@ class KvGrpcTier(SecondaryTierManager):
         )
 
     def _names(self, keys: Collection[OffloadKey]) -> list[str]:
-        return [self._keys.of(get_offload_block_hash(key).hex(), f"kv{get_offload_group_idx(key)}") for key in keys]
+        hashes = zip(keys, _hexes(keys), strict=True)
+        return [self._keys.of(each, f"kv{get_offload_group_idx(key)}") for key, each in hashes]
 
     def _complain(self, what: str) -> None:
         self._lines.warning(self.tier_type, f"kvgrpc: tier {self.tier_type}: {what}")
+
+
+def _hexes(keys: Collection[OffloadKey]) -> list[str]:
+    return [get_offload_block_hash(key).hex() for key in keys]
 
 
 @dataclass(frozen=True, slots=True)

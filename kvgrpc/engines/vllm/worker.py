@@ -6,6 +6,7 @@ Made when vLLM has allocated the KV cache. After that vLLM calls it on the worke
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -72,10 +73,11 @@ class Worker:
 
     def close(self) -> None:
         end = time.monotonic() + _CLOSE_SECONDS
-        for rank in self._ranks:
-            rank.close(max(0.0, end - time.monotonic()))
-        if self._bootstrap is not None:
-            self._bootstrap.close()
+        with contextlib.ExitStack() as closing:  # each, even where another one cannot be closed
+            if self._bootstrap is not None:
+                closing.callback(self._bootstrap.close)
+            for rank in reversed(self._ranks):
+                closing.callback(_close_until, rank, end)
 
     def take_on(self, handoffs: Handoffs) -> None:
         """Begins what the scheduler said of this step."""
@@ -166,3 +168,7 @@ class Worker:
             self._stats.failed(failure.reason.name)
             what = f"{failure.reason.name}: {failure.message} (seen by {failure.origin or 'this rank'})"
             logger.warning("kvgrpc: hand-off of request %s, room %d: %s", number, handoff.room.room, what)
+
+
+def _close_until(rank: Rank[Any], end: float) -> None:
+    rank.close(max(0.0, end - time.monotonic()))

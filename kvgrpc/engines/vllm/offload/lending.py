@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.tiering.base import ParentManager, TransferJob
 
 from kvgrpc.engines.vllm.offload.keys import ChunkNames
 from kvgrpc.engines.vllm.offload.promotion import NEAR
-from kvgrpc.engines.vllm.offload.questions import Questions, leading_in_host
+from kvgrpc.engines.vllm.offload.questions import Questions
 from kvgrpc.prefetch.storage.base import PageBuffers
 
 _ANSWER_SECONDS = 2.0
@@ -39,7 +39,7 @@ class LentChunks:
 
     def count(self, hashes: Sequence[str]) -> int:
         """A stranger's question: nothing is promoted for it."""
-        return self._questions.ask(partial(leading_in_host, keys=self._names.keys(hashes)), _ANSWER_SECONDS)
+        return self._questions.leading_in_host(self._names.keys(hashes), _ANSWER_SECONDS)
 
     @contextlib.contextmanager
     def reading(self, hashes: Sequence[str], first: int = 0) -> Iterator[Sequence[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 
 from vllm.v1.kv_offload.base import OffloadKey
@@ -32,10 +32,9 @@ class Outcomes:
             self._followed.popitem(last=False)
 
     def on_used(self, keys: Collection[OffloadKey]) -> None:
-        for key in keys:
-            operation = self._followed.pop(key, None)
-            if operation is not None:
-                self._orders.tell(operation, used=operation.used + 1)
+        found = Counter(self._followed.pop(key) for key in keys if key in self._followed)
+        for operation, used in found.items():
+            self._orders.tell(operation, used=operation.used + used)
 
     @property
     def due(self) -> bool:

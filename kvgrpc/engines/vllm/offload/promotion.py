@@ -34,7 +34,7 @@ class Promotion:
     """``room``: chunks that it may bring; ``is_full``: whether vLLM's host memory has no chunk that could be evicted.
 
     The leading chunks that the host has already are pinned until its end, because what is brought stands behind them:
-    ``pinned`` is vLLM's job for them, to be reported as finished once the promotion has ended.
+    ``pinned`` are vLLM's jobs for them, to be reported as finished once the promotion has ended.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Promotion:
     ) -> None:
         self.operation = operation
         self.keys = keys
-        self.pinned: TransferJob | None = None
+        self.pinned: list[TransferJob] = []
         self._orders, self._room, self._chunk_bytes, self._is_full = orders, room, chunk_bytes, is_full
         self._context = ReqContext(req_id=f"kvgrpc-{operation.operation_id}")
         for number, key in enumerate(keys, start=1):  # as of any request, so that tiers know the whole prompt
@@ -58,13 +58,15 @@ class Promotion:
         # Leading chunks: that need not come; that are in the host now; that were found. Behind ``_end`` none is wanted.
         self._covered = self._there = self._found = 0
         self._end = len(keys)
+        # Leading chunks that requests find on the device; and that it is known which are covered.
+        self._on_device, self._begun = 0, False
         self._moving: list[int] = []
         self._stop = Stop.NONE
 
     @property
     def held(self) -> int:
         """Chunks of the host that it fills or pins."""
-        return len(self._moving) + (0 if self.pinned is None else len(self.pinned.keys))
+        return len(self._moving) + sum(len(each.keys) for each in self.pinned)
 
     @property
     def came(self) -> Sequence[OffloadKey]:
@@ -74,14 +76,7 @@ class Promotion:
     def begin(self, parent: ParentManager, on_device: int) -> None:
         """``on_device``: leading chunks that need not come, because requests find them there first."""
         parent.on_new_request(self._context)
-        in_host = [index for index in range(on_device) if self._near(parent, index) is LookupResult.HIT]
-        covered = on_device
-        while covered < self._end and self._near(parent, covered) is LookupResult.HIT:
-            in_host.append(covered)
-            covered += 1
-        self._covered = self._there = self._found = covered
-        if in_host and covered < self._end:
-            self.pinned = parent.create_store_job([self.keys[index] for index in in_host], self._context)
+        self._on_device = on_device
         self._tell(OperationState.QUERYING)
 
     def step(self, parent: ParentManager) -> bool:
@@ -89,6 +84,10 @@ class Promotion:
         stop = self._orders.stop_of(self.operation)
         if stop is not Stop.NONE and self._stop is Stop.NONE:
             self._stop, self._end = stop, self._found
+        if not self._begun:
+            self._cover(parent)
+            if not self._begun:
+                return False
         self._ask(parent)
         self._count_in_host(parent)
         if self._there < self._end or self._still_moves(parent):
@@ -101,6 +100,22 @@ class Promotion:
     def abandon(self, parent: ParentManager) -> None:
         """After an error: vLLM forgets the request."""
         parent.on_request_finished(self._context)
+
+    def _cover(self, parent: ParentManager) -> None:
+        """Passes leading chunks that need not come, and pins those of them that the host has."""
+        in_host = []
+        last = min(self._end, self._covered + LOOKUPS_OF_A_STEP)
+        while self._covered < last:
+            here = self._near(parent, self._covered) is LookupResult.HIT
+            if not here and self._covered >= self._on_device:
+                break
+            if here:
+                in_host.append(self.keys[self._covered])
+            self._covered += 1
+        self._there = self._found = self._covered
+        self._begun = self._covered < last or self._covered == self._end
+        if in_host and self._covered < self._end:
+            self.pinned.append(parent.create_store_job(in_host, self._context))
 
     def _ask(self, parent: ParentManager) -> None:
         """Slow tiers answer in a later step, all at once what one step asks for. Behind a chunk whose answer is late

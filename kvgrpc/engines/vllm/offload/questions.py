@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ from kvgrpc.engines.vllm.offload.promotion import NEAR
 from kvgrpc.errors import PeerUnreachable, TooManyRequests
 
 MAX_QUESTIONS = 256
+KEYS_OF_A_QUESTION = 4096
 _BEING_ANSWERED_SECONDS = 5.0
 T = TypeVar("T")
 
@@ -60,6 +62,17 @@ class Questions:
                     answer.add_done_callback(partial(_give_back, give_back))
             text = f"the engine did not come to the question in {timeout:.1f} s"
             raise PeerUnreachable(text, metadata={"address": "the engine core"}) from None
+
+    def leading_in_host(self, keys: Sequence[OffloadKey], timeout: float) -> int:
+        """Leading chunks that the host has; in parts, since vLLM waits while one is answered. Raises as ``ask``."""
+        end, found = time.monotonic() + timeout, 0
+        while found < len(keys):
+            part = keys[found : found + KEYS_OF_A_QUESTION]
+            here = self.ask(partial(leading_in_host, keys=part), max(0.0, end - time.monotonic()))
+            found += here
+            if here < len(part):
+                break
+        return found
 
     def answer(self, parent: ParentManager) -> None:
         """Those that wait now."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 from vllm.v1.kv_offload.base import OffloadKey
@@ -12,7 +11,7 @@ from vllm.v1.kv_offload.tiering.base import ParentManager
 from kvgrpc.engines.vllm.offload.common import note_prompt
 from kvgrpc.engines.vllm.offload.engine_core import EngineCore
 from kvgrpc.engines.vllm.offload.keys import ChunkNames
-from kvgrpc.engines.vllm.offload.questions import Questions, leading_in_host
+from kvgrpc.engines.vllm.offload.questions import Questions
 from kvgrpc.engines.vllm.tier import KvGrpcTier
 from kvgrpc.errors import FeatureDisabled
 from kvgrpc.model import RankRef, Role, Tier
@@ -23,7 +22,6 @@ from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.pull.names import NotedNames
 
-_KEYS_OF_A_QUESTION = 4096
 _ANSWER_SECONDS = 2.0
 
 
@@ -79,13 +77,8 @@ class OffloadedCache:
         self, hashes: Sequence[str], timeout: float, *, extra_key: str = "", storage: bool = True
     ) -> tuple[int, int, int]:
         keys = self._names.keys(hashes)
-        device = near = self._core.leading_on_device(keys)
-        while near < len(keys):
-            part = keys[near : near + _KEYS_OF_A_QUESTION]
-            here = self._questions.ask(partial(leading_in_host, keys=part), timeout)
-            near += here
-            if here < len(part):
-                break
+        device = self._core.leading_on_device(keys)
+        near = device + self._questions.leading_in_host(keys[device:], timeout)
         return device, near, near + (self._behind(keys, near) if storage else 0)
 
     def start(self, order: Order) -> Operation:
