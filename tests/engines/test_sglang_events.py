@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,8 @@ from sglang.srt.disaggregation.kv_events import (
 
 from kvgrpc.client import EventFollower, SyncClient
 from kvgrpc.client.watch import Payloads
-from kvgrpc.engines.sglang.events import register_publisher
+from kvgrpc.engines.sglang.events import KvGrpcPublisher, register_publisher
+from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.codec import decode_batch
 from kvgrpc.events.model import BlockRemoved as Removed
 from kvgrpc.events.model import BlockStored as Stored
@@ -123,6 +125,13 @@ async def test_sglangs_own_publisher_is_followed_through_a_relay() -> None:
             relay.close()
     finally:
         publisher.shutdown()
+
+
+def test_a_publisher_that_cannot_be_served_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVGRPC_EVENTS_LISTEN", "no address")
+    with pytest.raises(InvalidRequest):
+        KvGrpcPublisher(0, endpoint=f"tcp://*:{free_port()}")
+    assert not [each for each in threading.enumerate() if each.name.startswith("kvgrpc-events")]
 
 
 class Published:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -14,8 +15,10 @@ from vllm.distributed.kv_events import BlockStored, EventPublisher, EventPublish
 from kvgrpc.client import SyncClient
 from kvgrpc.client.watch import Payloads
 from kvgrpc.engines import vllm_plugin
+from kvgrpc.engines.vllm import events
 from kvgrpc.engines.vllm.events import KvGrpcPublisher
 from kvgrpc.errors import FeatureDisabled
+from kvgrpc.server import EventServer
 from kvgrpc.v1 import event_service_pb2
 from tests.engines.engine import LOCAL
 from tests.engines.model import Reference
@@ -74,6 +77,34 @@ def test_vllm_is_told_where_the_events_are(publisher: EventPublisher, ports: tup
     assert config is not None
     assert (config.publisher, config.topic, config.enable_kv_cache_events) == ("zmq", "kv", True)
     assert config.endpoint.endswith(f":{ports[0] + RANK}")
+
+
+def test_a_publisher_that_cannot_be_made_or_ended_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, ports: tuple[int, int]
+) -> None:
+    def refuse(**_: object) -> None:
+        raise ValueError("no such field")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(events, "KVEventsConfig", refuse)
+        with pytest.raises(ValueError, match="no such field"):
+            made(ports)
+    close = EventServer.close
+
+    def close_late(server: EventServer) -> None:
+        close(server)
+        raise TimeoutError("the loop is busy")
+
+    monkeypatch.setattr(EventServer, "close", close_late)
+    publisher = made(ports)  # at the same ports
+    with pytest.raises(TimeoutError):
+        publisher.shutdown()
+    assert not [each for each in threading.enumerate() if each.name.startswith("kvgrpc-events")]
+
+
+def made(ports: tuple[int, int]) -> KvGrpcPublisher:
+    serving = events.Serving("E", f"{LOCAL}:{ports[1]}", {}, {})
+    return KvGrpcPublisher(RANK, serving, endpoint=f"tcp://*:{ports[0]}", topic="kv")
 
 
 def test_without_the_variable_vllms_publisher_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,17 +47,21 @@ class KvGrpcPublisher(EventPublisher):
         keys = {"publisher": "zmq", **sglang, **keys_of(more)}
         config = EventsConfig.parse(keys)
         name = configured.get("engine") or engine_name(socket.gethostname())
-        self._publisher = open_publisher(config, RankRef(RankId(name, attn_dp_rank), new_epoch()))
         self._server: EventServer | None = None
         listen = os.environ.get(LISTEN, "")
-        if listen:
-            self._server = EventServer(
-                self._publisher,
-                [for_rank(listen, attn_dp_rank)],
-                configured.get("server_security"),
-                configured.get("call_limits"),
-                config.max_watches,
-            ).open()
+        with contextlib.ExitStack() as opened:
+            self._publisher = open_publisher(config, RankRef(RankId(name, attn_dp_rank), new_epoch()))
+            opened.callback(self._publisher.shutdown)
+            if listen:
+                self._server = EventServer(
+                    self._publisher,
+                    [for_rank(listen, attn_dp_rank)],
+                    configured.get("server_security"),
+                    configured.get("call_limits"),
+                    config.max_watches,
+                ).open()
+                opened.callback(self._server.close)
+            self._opened = opened.pop_all()
         stream = self._publisher.stream
         logger.info(
             "kvgrpc: events of %s dp %d are published at %s, served at %s",
@@ -74,6 +78,4 @@ class KvGrpcPublisher(EventPublisher):
         return self._publisher.describe_local_source(block_size)
 
     def shutdown(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        self._publisher.shutdown()
+        self._opened.close()

@@ -7,6 +7,7 @@ connector kvgrpc.engines.vllm_plugin puts ours under vLLM's own name.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -76,13 +77,18 @@ class KvGrpcPublisher(EventPublisher):
         super().__init__(data_parallel_rank)
         ref = RankRef(RankId(serving.engine, data_parallel_rank), new_epoch())
         config = EventsConfig.parse({"publisher": "zmq", **vllm, **serving.keys})
-        self._publisher = open_publisher(config, ref)
         security, limits = serving.configured.get("server_security"), serving.configured.get("call_limits")
         listen = [for_rank(serving.listen, data_parallel_rank)]
-        self._server = EventServer(self._publisher, listen, security, limits, config.max_watches).open()
-        stream = self._publisher.stream
-        endpoint = vllm["endpoint"] if stream is None else stream.state().pub_endpoint
-        self._config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **{**vllm, "endpoint": endpoint})
+        with contextlib.ExitStack() as opened:
+            self._publisher = open_publisher(config, ref)
+            opened.callback(self._publisher.shutdown)
+            self._server = EventServer(self._publisher, listen, security, limits, config.max_watches).open()
+            opened.callback(self._server.close)
+            stream = self._publisher.stream
+            endpoint = vllm["endpoint"] if stream is None else stream.state().pub_endpoint
+            told = {**vllm, "endpoint": endpoint}
+            self._config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **told)
+            self._opened = opened.pop_all()
         logger.info("kvgrpc: events of %s are published at %s, replayed at %s", ref, endpoint, self._server.address)
 
     def publish(self, events: Any) -> None:
@@ -93,5 +99,4 @@ class KvGrpcPublisher(EventPublisher):
         return self._config
 
     def shutdown(self) -> None:
-        self._server.close()
-        self._publisher.shutdown()
+        self._opened.close()
