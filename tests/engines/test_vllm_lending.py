@@ -233,13 +233,20 @@ def test_a_cache_is_emptied_once_nothing_of_it_is_copied(tmp_path: Path, monkeyp
     """However long that takes: what vLLM gives away before is copied with other bytes, or vLLM ends with an assert."""
     monkeypatch.setattr(orders, "_CLOSE_SECONDS", 0.2)
     monkeypatch.setattr(orders, "_SAY_SECONDS", 0.1)
+    lent: list[LentChunks] = []
+
+    def lends(*arguments: Any) -> LentChunks:
+        lent.append(LentChunks(*arguments))
+        return lent[0]
+
+    monkeypatch.setattr(orders, "LentChunks", lends)
     tokens = prompt(6)
     with offloading(tmp_path) as (engine, _):
         engine.compute(keys_of(tokens))
         copying, copied, emptied = threading.Event(), threading.Event(), threading.Event()
 
         def lend() -> None:
-            with engine.tier._lent.reading([each[:-4].hex() for each in keys_of(tokens)]) as chunks:
+            with lent[0].reading([each[:-4].hex() for each in keys_of(tokens)]) as chunks:
                 assert len(chunks) == 6
                 copying.set()
                 copied.wait(20.0)

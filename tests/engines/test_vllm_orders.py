@@ -6,15 +6,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from vllm.v1.kv_offload.base import ReqContext
 
 from kvgrpc.client import SyncClient
 from kvgrpc.engines.vllm.offload.keys import ChunkNames
 from kvgrpc.engines.vllm.offload.outcomes import Outcomes
 from kvgrpc.engines.vllm.offload.promotion import Promotion
+from kvgrpc.engines.vllm.tier import KvGrpcTier
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
-from tests.engines.vllm_tiers import BLOCK, CHUNK_BYTES, CHUNKS, Offloading, ended, keys_of, offloading, prompt, start
+from tests.engines.vllm_tiers import BLOCK, CHUNK_BYTES, CHUNKS, ended, keys_of, offloading, prompt, start
 
 
 def test_an_order_brings_what_storage_has_and_holds_nothing_afterwards(tmp_path: Path) -> None:
@@ -108,29 +110,34 @@ def test_a_router_that_is_gone_leaves_nothing_behind(tmp_path: Path) -> None:
         assert not engine.manager.has_pending_work()
 
 
-def known_to(engine: Offloading) -> list[str]:
-    """Orders that vLLM knows yet."""
-    with engine.manager.lock:
-        return [each for each in engine.manager._req_state if each.startswith("kvgrpc-")]
-
-
 @pytest.mark.parametrize("call", ["begin", "step", "__init__"])
 def test_an_order_that_goes_wrong_is_forgotten_and_the_engine_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Wherever it does. What vLLM's tiers said of its chunks holds as long as they know it."""
+    """Wherever it does. What vLLM's tiers said of its chunks holds until they hear of its end."""
+    over = []
+    heard = KvGrpcTier.on_request_finished
+
+    def hear(tier: KvGrpcTier, context: ReqContext) -> None:
+        over.append(context.req_id)
+        heard(tier, context)
+
+    monkeypatch.setattr(KvGrpcTier, "on_request_finished", hear)
     with offloading(tmp_path) as (engine, client):
         engine.compute(keys_of(prompt(6)))
         engine.empty_host()
 
-        def fail(*_: object) -> bool:
+        real = getattr(Promotion, call)
+
+        def fail(*arguments: object) -> bool:
+            real(*arguments)
             raise RuntimeError("dictionary changed size during iteration")
 
         with monkeypatch.context() as patched:
             patched.setattr(Promotion, call, fail)
             operation = ended(client, start(client, prompt(6)))
         assert operation.state == pb.OPERATION_STATE_FAILED and "changed size" in operation.failure.message
-        engine.wait(lambda: not known_to(engine))
+        assert call == "__init__" or over.count(f"kvgrpc-{operation.operation_id}") == 1
         assert ended(client, start(client, prompt(6))).completed_pages == 6
 
 

@@ -143,8 +143,8 @@ def test_a_worker_closes_each_of_its_ranks_though_one_cannot_be_closed() -> None
             raise TimeoutError("the loop is busy")
 
     worker: Any = object.__new__(Worker)
-    worker._ranks = [SimpleNamespace(close=lambda seconds, name=name: close(name)) for name in ("prefill", "decode")]
-    worker._bootstrap = SimpleNamespace(close=lambda: close("bootstrap"))
+    ranks = [SimpleNamespace(close=lambda seconds, name=name: close(name)) for name in ("prefill", "decode")]
+    vars(worker).update(_ranks=ranks, _bootstrap=SimpleNamespace(close=lambda: close("bootstrap")))
     with pytest.raises(TimeoutError):
         worker.close()
     assert closed == ["prefill", "decode", "bootstrap"]

@@ -46,12 +46,13 @@ def heard_by(rank: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> list[in
     return heard
 
 
-def never_answers(rank: Any, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The rank hangs when it is asked what it has; who asked."""
+def never_answers(rank: Any, monkeypatch: pytest.MonkeyPatch, stands_still: float = 0.0) -> list[object]:
+    """The rank hangs when it is asked what it has, after the loop, which all ranks share, stood still; who asked."""
     asked: list[object] = []
 
     async def hang(work: object) -> None:
         asked.append(work)
+        threading.Event().wait(stands_still)
         await asyncio.Event().wait()
 
     monkeypatch.setattr(peer_of(rank).servicer._blocking, "run", hang)
@@ -136,14 +137,7 @@ def test_a_holder_is_not_silent_because_the_taker_stood_still(
     holder = fleet.open("holder")
     taker = fleet.open("taker", pull=PullConfig(staging_pages=16, answer_timeout=0.3))
     wait_until(lambda: bool(candidates_of(taker)))
-    asked = list[object]()
-
-    async def stand_still(work: object) -> int:
-        asked.append(work)
-        threading.Event().wait(0.3 + OWN_DELAY_SECONDS + 0.2)  # the loop does, which is the taker's too
-        return 0
-
-    monkeypatch.setattr(peer_of(holder).servicer._blocking, "run", stand_still)
+    asked = never_answers(holder, monkeypatch, 0.3 + OWN_DELAY_SECONDS + 0.2)
     for first in (1, 2):
         assert pulled(taker, hashes_of(prompt(4, first))).state is OperationState.DECLINED
         wait_until(lambda: not LoopThread.shared().lag > 0.1)
@@ -185,7 +179,7 @@ def test_a_holder_that_cannot_be_asked_at_all_does_not_keep_others_from_being_as
     holder.fill(hashes)
     found = candidates_of(taker)
     wrong = replace(found[0], engine="wrong", tp=9, tp_size=3)  # of a size that nobody has pages of
-    monkeypatch.setattr(peer_of(taker)._holders, "candidates", lambda *_: [wrong, *found])
+    monkeypatch.setattr(holders.Holders, "candidates", lambda *_: [wrong, *found])
     assert pulled(taker, hashes).completed == 4
 
 
