@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,10 @@ ENGINES, BATCHES_A_SECOND, TASKS, BEST = 64, 2_000, 4, 8
 # The larger of two indexes whose sizes are compared: each cache that is followed costs the buffers of its stream
 # besides (0.14 MB here), in an index of any size.
 TIMES_AS_MANY = 4
+# An index that takes less of what its fleet says has more time for questions, and its row no meaning.
+TAKEN = 0.9 * BATCHES_A_SECOND
+# What it takes once it has caught up with its fleet, looked at for so long.
+SETTLED, SETTLED_SECONDS = 1.1 * BATCHES_A_SECOND, 1.0
 LOAD_SECONDS = 300.0
 # Half of what each is to answer in a second.
 PACED = {SCORE: (2_500, 250), BATCH: (10_000, 500)}
@@ -120,9 +125,27 @@ def standing(client: SyncClient) -> tuple[int, int]:
     return sum(bool(source.blocks) for source in found), sum(source.freshness.state in exact for source in found)
 
 
+def batches_in(address: str) -> int:
+    """How many of all caches an index has."""
+    with SyncClient(address) as client:
+        return sum(source.freshness.next_sequence for source in client.list_sources())
+
+
 def until_current(address: str) -> None:
     with SyncClient(address) as client:
         wait_until(lambda: standing(client)[1] == ENGINES, LOAD_SECONDS)
+
+
+def until_settled(address: str) -> None:
+    """Until it knows all caches, and takes no more than the fleet says: not what that had to say while it loaded."""
+    until_current(address)
+
+    def settled() -> bool:
+        began, before = time.monotonic(), batches_in(address)
+        time.sleep(SETTLED_SECONDS)
+        return (batches_in(address) - before) / (time.monotonic() - began) < SETTLED
+
+    wait_until(settled, LOAD_SECONDS)
 
 
 class Asked:
@@ -140,7 +163,7 @@ class Asked:
         blocks: int,
         seconds: float,
         pace: int,
-        ready: Callable[[str], None] = until_current,
+        ready: Callable[[str], None] = until_settled,
     ) -> None:
         self._start, self._name, self._batch, self._ready = start, name, batch, ready
         self._blocks, self._seconds, self._pace = blocks, seconds, pace
@@ -151,12 +174,19 @@ class Asked:
         index = self._start(made.address)
         try:
             self._ready(index.address)
+            began, before = time.monotonic(), self._taken(index.address)
             fast, paced = self._ask(index.address, 0), self._ask(index.address, self._pace)
+            rate = (self._taken(index.address) - before) / (time.monotonic() - began)
+            if self._ready is until_settled and rate < TAKEN:
+                raise AssertionError(f"it took {rate:.0f} of {BATCHES_A_SECOND} event batches a second")
             self._highest = max(self._highest, index.rss())
         finally:
             index.close()
             made.close()
         return {self._name: fast["questions"], f"{self._name}.p99_paced": paced["p99"]}
+
+    def _taken(self, address: str) -> int:
+        return batches_in(address) if self._ready is until_settled else 0
 
     def _ask(self, address: str, rate: int) -> dict[str, float]:
         words = (ENGINES, self._blocks, self._batch, BEST, self._seconds, TASKS, rate)

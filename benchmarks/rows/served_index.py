@@ -12,7 +12,7 @@ from functools import partial
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.rounds import Benchmark
 from benchmarks.harness.table import Metric, Target
-from benchmarks.rows.native_index import BEST, ENGINES, Asked, Program, Start, in_python, missing, until_current
+from benchmarks.rows.native_index import BEST, ENGINES, Asked, Program, Start, in_python, missing, until_settled
 
 SCORE, BATCH = "index.served.score", "index.served.batch16"
 BASELINE = "a bare grpc.aio server, answers ready"
@@ -43,7 +43,7 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
 
     reading = partial(_bare, blocks, reads=True)
     return [
-        *(row("", name, in_python, until_current, aims=True) for name in CALLS),
+        *(row("", name, in_python, until_settled, aims=True) for name in CALLS),
         *(row("limit.", name, reading, _at_once, aims=False) for name in CALLS),
     ]
 
