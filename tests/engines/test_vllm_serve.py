@@ -81,6 +81,23 @@ def test_a_completion_through_the_proxy_has_the_tokens_of_transformers(
     assert choice["token_ids"] == case.tokens
 
 
+def test_the_two_requests_of_vllms_toy_proxy_are_served(served: Served, reference: Reference) -> None:
+    """As it sent them to two servers that wrote them down; what prefill answers it gives to decode as it is. Decode
+    is told another prompt with the same last token, so that it has the right tokens by prefill's pages alone.
+    """
+    sent = json.loads((Path(__file__).parent / "recorded/toy_proxy.json").read_text())
+    assert sent["decode"]["kv_transfer_params"] == sent["answered"]
+    case = reference.case(100)
+    told = [*reference.case(100).prompt[:-1], case.prompt[-1]]
+    ours = {"model": served.model, "ignore_eos": True, "return_token_ids": True}
+    prefill = post(served.prefill, "/v1/completions", {**sent["prefill"], **ours, "prompt": case.prompt})
+    answered = prefill["kv_transfer_params"]
+    assert answered.keys() >= sent["answered"].keys()  # vLLM adds what prefill had cached
+    asked = {**sent["decode"], **ours, "prompt": told, "kv_transfer_params": answered}
+    (choice,) = post(served.decode, "/v1/completions", asked)["choices"]
+    assert choice["token_ids"] == case.tokens
+
+
 def test_both_engines_export_what_was_handed_over(served: Served) -> None:
     for port in (served.prefill, served.decode):
         (count,) = re.findall(r"vllm:kvgrpc_handoff_seconds_count\{[^}]*\} (\S+)", get(port, "/metrics"))
