@@ -25,6 +25,7 @@ from kvgrpc.prefetch.model import Namespace, OperationKind, OperationState, Pref
 from kvgrpc.prefetch.orders import EngineOrders
 from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.protocol.order import Order
+from tests.support.waiting import wait_until
 
 PAGE = 16
 PAGES = 8
@@ -236,6 +237,30 @@ class TestPins:
             orders = scheduler.step()
         assert [order.kind for order in orders] == [OrderKind.UNPIN]
         assert orders[0].number == f"pin-{scheduler.name()[-1]}"
+
+    def test_each_who_pins_a_prefix_at_once_hears_an_answer(
+        self, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(served, "_STEP_SECONDS", 5.0)
+        with concurrent.futures.ThreadPoolExecutor(2) as callers:
+            asked = [callers.submit(scheduler.cache.pin, scheduler.name(), 60) for _ in range(2)]
+            wait_until(lambda: len(scheduler.questions) == 2)
+            for order in scheduler.step():
+                scheduler.cache.told(Told(order.number, done=len(TOKENS)))
+            assert [each.result(10.0) for each in asked] == [PAGES, PAGES]
+
+    def test_who_pins_a_prefix_and_leaves_takes_only_one_order_away(
+        self, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with concurrent.futures.ThreadPoolExecutor(1) as callers:
+            waits = callers.submit(scheduler.cache.pin, scheduler.name(), 60)
+            wait_until(lambda: len(scheduler.questions) == 1)
+            monkeypatch.setattr(served, "_STEP_SECONDS", 0.01)
+            with pytest.raises(PeerUnreachable):
+                scheduler.cache.pin(scheduler.name(), 60)
+            for order in scheduler.step():
+                scheduler.cache.told(Told(order.number, done=len(TOKENS)))
+            assert waits.result(10.0) == PAGES
 
     def test_a_pin_that_nobody_heard_of_ends_as_well(
         self, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch

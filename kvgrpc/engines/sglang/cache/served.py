@@ -87,8 +87,9 @@ class SglangCache:
         self._starting: dict[str, PromptTokens] = {}
         self._taken: dict[str, Operation] = {}
         self._cut: set[str] = set()
-        self._asked: dict[str, concurrent.futures.Future[Told]] = {}
-        # Until when each prefix is pinned, by the number of its order.
+        # Who waits for an answer, by the number of the order: a prefix has one for all who pin it.
+        self._asked: dict[str, list[concurrent.futures.Future[Told]]] = {}
+        # Until when each prefix is pinned, by the number of its order. Under the lock.
         self._pins: dict[str, float] = {}
         self._counts: TreeCounts | None = None
 
@@ -157,15 +158,16 @@ class SglangCache:
         takes no step.
         """
         number = f"pin-{hashes[-1]}"
-        if not seconds:
-            if number in self._pins:
-                self._pins[number] = 0.0
-            return 0
-        prompt = self._prompts.of(hashes)
-        if len(self._pins) >= MAX_PINS and number not in self._pins:
-            raise _too_many(MAX_PINS, len(self._pins) + 1, "pins")
-        # Before it is there: whoever asks and does not hear the answer leaves no pin without an end.
-        self._pins[number] = time.monotonic() + seconds
+        prompt = self._prompts.of(hashes) if seconds else None
+        with self._lock:
+            if prompt is None:
+                if number in self._pins:
+                    self._pins[number] = 0.0
+                return 0
+            if len(self._pins) >= MAX_PINS and number not in self._pins:
+                raise _too_many(MAX_PINS, len(self._pins) + 1, "pins")
+            # Before it is there: whoever asks and does not hear the answer leaves no pin without an end.
+            self._pins[number] = time.monotonic() + seconds
         return self._pages(self._ask(OrderKind.PIN, number, prompt, _STEP_SECONDS).done)
 
     def use(self) -> list[TierUse]:
@@ -233,8 +235,10 @@ class SglangCache:
 
     def told(self, told: Told) -> None:
         """The answer about an order."""
-        future = self._asked.pop(told.number, None)
-        if future is not None and not future.done():
+        with self._lock:
+            asked = self._asked.get(told.number)
+            future = asked.pop(0) if asked else None
+        if future is not None:
             future.set_result(told)
         operation = self._taken.get(told.number)
         if operation is None or told.state is None:
@@ -264,10 +268,11 @@ class SglangCache:
     def _unpins(self) -> list[CacheOrder]:
         if not self._pins:
             return []
-        now = time.monotonic()
-        over = [number for number, until in list(self._pins.items()) if until <= now]
-        for number in over:
-            del self._pins[number]
+        with self._lock:  # one that is renewed now stays, or has another end
+            now = time.monotonic()
+            over = [number for number, until in self._pins.items() if until <= now]
+            for number in over:
+                del self._pins[number]
         return [CacheOrder(OrderKind.UNPIN, number) for number in over]
 
     # Wherever it happens.
@@ -280,13 +285,19 @@ class SglangCache:
 
     def _ask(self, kind: OrderKind, number: str, prompt: PromptTokens, seconds: float) -> Told:
         future: concurrent.futures.Future[Told] = concurrent.futures.Future()
-        self._asked[number] = future
+        with self._lock:
+            self._asked.setdefault(number, []).append(future)
         try:
             self._questions.put(_order(kind, number, prompt))
             told: Told = self._wait(future, seconds)
         finally:
-            self._asked.pop(number, None)
-            if not future.done():
+            with self._lock:
+                waiting = self._asked.get(number, [])
+                if left := future in waiting:
+                    waiting.remove(future)
+                if not waiting:
+                    self._asked.pop(number, None)
+            if left:
                 self._questions.withdraw(number)
         if told.error:
             raise StorageFailed(told.error, metadata={"backend": "sglang", "status": "FAILED"})
