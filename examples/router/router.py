@@ -1,4 +1,4 @@
-"""A small router over kvgrpc: it asks an index where to run each request, has pages pulled, and sends the request.
+"""A small router over kvgrpc: it asks an index where to run each request, has pages pulled, and hands it to ``send``.
 
 python router.py --registry HOST:PORT --index HOST:PORT,HOST:PORT < requests.jsonl    # a line each: {"tokens": [1, 2]}
 
@@ -15,8 +15,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvgrpc.client import SyncClient, SyncIndexes
-from kvgrpc.errors import KvGrpcError
+from kvgrpc.client import SyncIndexes, SyncPulls
 from kvgrpc.v1 import index_service_pb2, prefetch_service_pb2
 
 AT_ONCE = 32  # requests on their way
@@ -29,8 +28,7 @@ class Router:
     """Thread-safe. ``registry`` says where engines are, ``indexes`` what they hold and how busy they are."""
 
     def __init__(self, registry: str, indexes: Sequence[str], model: str = "") -> None:
-        self._registry, self._indexes, self._model = SyncClient(registry), SyncIndexes(indexes), model
-        self._ranks: dict[tuple[str, int], SyncClient] = {}
+        self._pulls, self._indexes, self._model = SyncPulls(registry, None, PULL_SECONDS), SyncIndexes(indexes), model
         # All that could run a request, as of the last plan.
         self._living: Sequence[index_service_pb2.Placement] = ()
         self._turns = itertools.count()
@@ -64,17 +62,10 @@ class Router:
 
     def pull(self, tokens: Sequence[int], at: index_service_pb2.Placement) -> int:
         """Pages that lie at the engine once its pull has ended, however that was: nothing here fails the request."""
-        try:
-            rank = self._rank(at.engine, at.dp)
-            pages = prefetch_service_pb2.PromptPages(tokens=tokens)
-            operation = rank.start_prefetch(pages, timeout=PULL_SECONDS, engines=[at.pull.engine])
-            for message in rank.watch_operations([operation.operation_id]):
-                for each in message.operations:
-                    operation = each
-            return max(operation.completed_pages, operation.covered_pages)
-        except KvGrpcError as error:
-            print(f"nothing was pulled to {at.engine}: {error}", file=sys.stderr)
-            return at.host_blocks
+        came = self._pulls.pull(at, prefetch_service_pb2.PromptPages(tokens=tokens))
+        if came.failure is not None:
+            print(f"a pull to {at.engine}: {came.failure.message}", file=sys.stderr)
+        return came.pages
 
     def send(self, tokens: Sequence[int], at: index_service_pb2.Placement) -> None:
         """Hands the request to the engine: yours to write."""
@@ -92,22 +83,12 @@ class Router:
 
     def close(self) -> None:
         self._indexes.close()
-        for client in (self._registry, *self._ranks.values()):
-            client.close()
+        self._pulls.close()
 
     def _question(self, tokens: Sequence[int], engines: Sequence[str]) -> index_service_pb2.PlanRequest:
         request = index_service_pb2.PlanRequest(reserve=True, max_placements=ENGINES)  # we do as it says
         request.prompts.add(prompt=self.prefix(tokens), engines=engines, tokens=len(tokens))
         return request
-
-    def _rank(self, engine: str, dp: int) -> SyncClient:
-        """The rank that leads this cache of an engine."""
-        client = self._ranks.get((engine, dp))
-        if client is None:
-            rows = self._registry.get_engine(engine).rows
-            row = next(row for row in rows if (row.rank.rank.dp, row.rank.rank.pp, row.rank.rank.tp) == (dp, 0, 0))
-            client = self._ranks[engine, dp] = SyncClient(row.endpoints.grpc)
-        return client
 
 
 def in_turn(at: index_service_pb2.Placement) -> index_service_pb2.Placement:

@@ -2,9 +2,9 @@
 
 ``Client`` is asynchronous, ``SyncClient`` has the same methods for plain code. ``EventFollower`` keeps the exact
 contents of one cache, ``PrefixIndex`` those of many, ``NativePrefixIndex`` in a process beside this one; ``Indexes``
-asks several index servers, of which any may be away.
-``SyncEventFollower``, ``SyncPrefixIndex`` and ``SyncIndexes`` are the same for plain code. Errors are those of
-``kvgrpc.errors``.
+asks several index servers, of which any may be away, and ``Pulls`` does what they plan.
+``SyncEventFollower``, ``SyncPrefixIndex``, ``SyncIndexes`` and ``SyncPulls`` are the same for plain code. Errors are
+those of ``kvgrpc.errors``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvgrpc.client.aio import Client
 from kvgrpc.client.engines import Engines
 from kvgrpc.client.indexes import Indexes, SyncIndexes
+from kvgrpc.client.pulls import Pulled, Pulls, SyncPulls
 from kvgrpc.client.sources import Sources
 from kvgrpc.client.sync import SyncClient
 from kvgrpc.client.watch import Begin, Dropped, Heartbeat, Payloads, Snapshot, TypedBatches, WatchPart
@@ -47,6 +48,8 @@ __all__ = [
     "Payloads",
     "PlanQuestion",
     "PrefixIndex",
+    "Pulled",
+    "Pulls",
     "Question",
     "Snapshot",
     "Sources",
@@ -54,6 +57,7 @@ __all__ = [
     "SyncEventFollower",
     "SyncIndexes",
     "SyncPrefixIndex",
+    "SyncPulls",
     "TypedBatches",
     "Wanted",
     "WatchPart",

@@ -1,4 +1,4 @@
-// Router is examples/router/router.py in Go: it asks the index where to run each request, has pages pulled, and sends it.
+// Router is examples/router/router.py in Go: it asks the index where to run each request, has pages pulled, and hands it on.
 //
 //	go run . -registry HOST:PORT -index HOST:PORT < requests.jsonl    # a line each: {"tokens": [1, 2, ...]}
 //
