@@ -1,8 +1,8 @@
 """What pulls are worth to a fleet: real requests over eight engines. ``python -m benchmarks.fleet``.
 
 Simulated are the engines (one queue each, a host cache of fixed size) and the network; what decides is the planner and
-the index that routers use. ``TEST_TRACE`` names the whole trace (docs/scale.md has its figures), else the committed
-sample is taken. ``--speed``, ``--rate``, ``--host-blocks``, ``--busier`` change the fleet.
+the index that routers use. ``TEST_TRACE`` names the whole trace (docs/lab/registry.md has its figures), else the
+committed sample is taken. ``--speed``, ``--rate``, ``--host-blocks``, ``--busier`` change the fleet.
 """
 
 from __future__ import annotations
