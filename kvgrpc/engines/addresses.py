@@ -32,10 +32,10 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
-def for_rank(listen: str, dp: int) -> str:
+def for_rank(listen: str, dp: int, field: str = "events_listen") -> str:
     """Each dp rank has its own port: that of dp 0 plus dp, unless any free one is asked for. Raises InvalidRequest."""
-    check_listen(listen, "events_listen", unix=not dp)
+    check_listen(listen, field, unix=not dp)
     host, port = split(listen)
     if port == "0" or not dp:
         return listen
-    return check_listen(joined(host, int(port) + dp), "events_listen")
+    return check_listen(joined(host, int(port) + dp), field)

@@ -12,6 +12,7 @@ from kvgrpc.client import SyncClient
 from kvgrpc.engines.vllm.offload.keys import ChunkNames
 from kvgrpc.engines.vllm.offload.outcomes import Outcomes
 from kvgrpc.engines.vllm.offload.promotion import Promotion
+from kvgrpc.engines.vllm.orders import config_of
 from kvgrpc.engines.vllm.tier import KvGrpcTier
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.v1 import common_pb2
@@ -218,3 +219,18 @@ def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
     for wrong in ({"limits": {"no_such": 1}}, {"no_such": 1}):
         with pytest.raises(InvalidRequest, match="no_such"), offloading(tmp_path, **wrong):
             pass
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_each_replica_listens_at_a_port_of_its_own(size: int) -> None:
+    """All replicas of an engine have one configuration, and may be on one host."""
+    model = SimpleNamespace(name="/m", dtype="float32")
+
+    def listens(dp: int, **more: str) -> str:
+        parallel = SimpleNamespace(data_parallel_index=dp, data_parallel_size=size)
+        return config_of(SimpleNamespace(config=SimpleNamespace(parallel=parallel, model=model)), "P0", "", more).listen
+
+    assert [listens(dp, listen="10.0.0.1:7777") for dp in (0, 1)] == ["10.0.0.1:7777", "10.0.0.1:7778"]
+    assert listens(1, listen="10.0.0.1:0") == "10.0.0.1:0" and listens(1) == "127.0.0.1:0"
+    with pytest.raises(InvalidRequest, match="listen: must be"):
+        listens(1, listen="10.0.0.1:65535")

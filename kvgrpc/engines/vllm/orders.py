@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, Reques
 from vllm.v1.kv_offload.cpu import manager as vllm_host
 from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, SecondaryTierManager, TransferJob
 
+from kvgrpc.engines.addresses import for_rank
 from kvgrpc.engines.compatibility import ORDERS, STORAGE, VLLM, check
 from kvgrpc.engines.identity import identity
 from kvgrpc.engines.vllm.offload.common import attention_facts, axes_of, note_request
@@ -297,6 +298,8 @@ def config_of(spec: Any, engine: str, model_name: str, more: Mapping[str, Any]) 
     given = settings(flat, environment)
     parallel = spec.config.parallel
     dp, size = parallel.data_parallel_index, parallel.data_parallel_size
+    if dp and "listen" in given:
+        given["listen"] = for_rank(given["listen"], dp, "listen")
     if dp and size == 1:  # replicas of a dense model are engines of their own for vLLM
         engine = f"{engine}-dp{dp}"
     found: ModelIdentity = identity(
