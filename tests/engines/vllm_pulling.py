@@ -27,16 +27,18 @@ def opened(
     arguments: Mapping[str, object] | None = None,
     **more: object,
 ) -> VllmEngine:
-    """``more``: of the connector's extra config."""
+    """``more``: of the connector's extra config; but for ``data_plane``, and ``patience``: seconds for which another
+    engine may say or send nothing."""
+    # A busy machine's engines may send nothing for seconds.
+    data_plane, patience = more.pop("data_plane", "shm"), more.pop("patience", 30.0)
     orders = {
         "type": "KvGrpcOrders",
         "module_path": "kvgrpc.engines.vllm.orders",
         "engine": name,
         "registry": registry,
-        "data_plane": "shm",
+        "data_plane": data_plane,
         "limits": {"threshold_tokens": BLOCK},
-        # A busy machine's engines may send nothing for seconds.
-        "pull": {"staging_pages": 64, "answer_timeout": 30.0, "stall_timeout": 30.0},
+        "pull": {"staging_pages": 64, "answer_timeout": patience, "stall_timeout": patience},
     }
     tier = {"type": "KvGrpcTier", "module_path": "kvgrpc.engines.vllm.tier", "peers": True, "timeout": 60.0}
     offloading = {
