@@ -1,17 +1,19 @@
-"""SGLang's own router (sglang-router) in front of one prefill and two decodes, of which one is killed.
+"""SGLang's own router (sglang-router) in front of two prefills and two decodes, one of each killed.
 
 The router tells neither side which engine the other half of a request went to, and waits for both halves.
 """
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 import threading
 import time
 import urllib.error
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,9 @@ pytestmark = pytest.mark.timeout(1000)
 # docs/engines/sglang.md, "Faults": prefill ends a request of a dead decode after 10 s, and the router tries again, with
 # its defaults as often as not at the dead one. Without that it waited for prefill's 300 s.
 CLIENT_SECONDS = 60.0
+# Under load, with as many tries as the router makes: what they may take at most.
+PATIENT_SECONDS = 150.0
+CLIENTS = 3
 
 
 @dataclass
@@ -34,31 +39,84 @@ class Answer:
     """``status`` 0: none within a client's patience."""
 
     status: int = 0
-    tokens: list[int] = field(default_factory=list)
+    body: Any = None
     seconds: float = 0.0
+
+    @property
+    def tokens(self) -> list[int]:
+        return list(self.body["output_ids"]) if self.status == 200 else []
+
+
+class Place:
+    """One engine: its port, and the script that runs it, which may be killed and started again."""
+
+    def __init__(self, script: str, arguments: list[str], environment: dict[str, str], folder: Path, port: int) -> None:
+        self.port = port
+        self._opens: Callable[[], Script] = lambda: Script(script, arguments, environment, folder)
+        self.script = self._opens()
+
+    def kill(self) -> None:
+        self.script.signal(signal.SIGKILL)
+
+    def start_again(self) -> None:
+        """Returns when the router sends it requests again."""
+        self.script.close()
+        self.script = self._opens()
+        self.script.wait_healthy(self.port)
+        own, end = self._served(), time.monotonic() + 200  # SGLang's own, to warm up
+        while self._served() < own + 2:
+            assert time.monotonic() < end, f"the router does not come back to it\n{self.script.tail()}"
+            time.sleep(0.5)
+
+    def _served(self) -> int:
+        return self.script.log.read_text(errors="replace").count('"POST /generate')
 
 
 @dataclass
 class Deployment:
     router: int
-    decodes: dict[str, Script]
+    prefills: list[Place]
+    decodes: list[Place]
     scripts: list[Script]
 
-    def ask(self, case: Case, **more: Any) -> Answer:
-        """As a client does that waits a minute."""
-        sampling = {"max_new_tokens": len(case.tokens), "temperature": 0, "ignore_eos": True}
+    def ask(self, case: Case, seconds: float = CLIENT_SECONDS, **more: Any) -> Answer:
+        """As a client does that waits so long. ``more``: of the sampling parameters."""
         answer, began = Answer(), time.monotonic()
         try:
-            body = post(
-                self.router, "/generate", {"input_ids": case.prompt, "sampling_params": sampling}, CLIENT_SECONDS
-            )
-            answer.status, answer.tokens = 200, body["output_ids"]
+            answer.body = self.post({"input_ids": case.prompt}, len(case.tokens), seconds, **more)
+            answer.status = 200
         except urllib.error.HTTPError as error:
             answer.status = error.code
         except (OSError, HTTPException):
             pass
         answer.seconds = time.monotonic() - began
         return answer
+
+    def post(self, body: dict[str, Any], new_tokens: int, seconds: float = CLIENT_SECONDS, **more: Any) -> Any:
+        sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True, **more}
+        return post(self.router, "/generate", {**body, "sampling_params": sampling}, seconds)
+
+    @contextmanager
+    def asked_meanwhile(self, cases: list[Case]) -> Iterator[list[tuple[Case, Answer]]]:
+        """Clients that ask one request after the other, and what they got."""
+        answers: list[tuple[Case, Answer]] = []
+        over = threading.Event()
+
+        def ask_on(own: list[Case]) -> None:
+            for case in itertools.cycle(own):
+                if over.is_set():
+                    return
+                answers.append((case, self.ask(case, PATIENT_SECONDS)))
+
+        threads = [threading.Thread(target=ask_on, args=(cases[number::CLIENTS],)) for number in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield answers
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
 
     def ask_at_once(self, cases: list[Case]) -> list[Answer]:
         answers: list[Answer] = [Answer()] * len(cases)
@@ -76,37 +134,43 @@ class Deployment:
 
 @pytest.fixture(scope="module")
 def deployment(folder: Path, reference: Reference) -> Iterator[Deployment]:
-    names = ("PREFILL_PORT", "BOOTSTRAP_PORT", "DECODE_PORT", "ROUTER_PORT")
-    ports = {name: free_port() for name in names}
-    other = free_port()
+    router = free_port()
     environment = {
         **Engine.environment(folder, {}, {}),
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
         "BASE_GPU_ID": "0",
-        **{name: str(port) for name, port in ports.items()},
+        "ROUTER_PORT": str(router),
     }
     arguments = [str(reference.path), *WITHOUT_GPU]
     without_backup = ("--disaggregation-decode-retraction-backup", "none")
+    places: list[Place] = []
     scripts: list[Script] = []
+
+    def opened(role: str, more: tuple[str, ...] = (), **ports: int) -> Place:
+        named = {f"{name.upper()}_PORT": str(port) for name, port in ports.items()}
+        place = Place(f"sglang/{role}.sh", [*arguments, *more], {**environment, **named}, folder, ports[role])
+        places.append(place)
+        return place
+
+    bootstraps = [free_port() for _ in range(2)]
     try:
-        scripts.append(Script("sglang/prefill.sh", arguments, environment, folder))
-        decodes = {}
-        for name, port in (("first", ports["DECODE_PORT"]), ("second", other)):
-            decode = Script(
-                "sglang/decode.sh", [*arguments, *without_backup], {**environment, "DECODE_PORT": str(port)}, folder
-            )
-            scripts.append(decode)
-            decodes[name] = decode
-        scripts[0].wait_healthy(ports["PREFILL_PORT"])
-        decodes["first"].wait_healthy(ports["DECODE_PORT"])
-        decodes["second"].wait_healthy(other)
-        more = ["--decode", f"http://{LOCAL}:{other}", "--policy", "round_robin", "--prometheus-port", str(free_port())]
-        scripts.append(Script("sglang/router.sh", more, environment, folder))
-        deployment = Deployment(ports["ROUTER_PORT"], decodes, scripts)
+        prefills = [opened("prefill", prefill=free_port(), bootstrap=bootstrap) for bootstrap in bootstraps]
+        decodes = [opened("decode", without_backup, decode=free_port()) for _ in range(2)]
+        for place in places:
+            place.script.wait_healthy(place.port)
+        first = {"PREFILL_PORT": prefills[0].port, "BOOTSTRAP_PORT": bootstraps[0], "DECODE_PORT": decodes[0].port}
+        more = [
+            *("--prefill", f"http://{LOCAL}:{prefills[1].port}", str(bootstraps[1])),
+            *("--decode", f"http://{LOCAL}:{decodes[1].port}"),
+            *("--policy", "round_robin", "--prometheus-port", str(free_port())),
+        ]
+        named = {name: str(port) for name, port in first.items()}
+        scripts.append(Script("sglang/router.sh", more, {**environment, **named}, folder))
+        deployment = Deployment(router, prefills, decodes, scripts)
         _wait_until_served(deployment, reference)
         yield deployment
     finally:
-        for script in reversed(scripts):
+        for script in [*scripts, *(place.script for place in places)]:
             script.close()
 
 
@@ -114,7 +178,7 @@ def _wait_until_served(deployment: Deployment, reference: Reference) -> None:
     """The router says that it is healthy before it has engines."""
     end = time.monotonic() + 60
     while deployment.ask(reference.case(20)).status != 200:
-        assert time.monotonic() < end, "\n".join(script.tail() for script in deployment.scripts)
+        assert time.monotonic() < end, deployment.scripts[0].tail()
         time.sleep(0.5)
 
 
@@ -124,10 +188,43 @@ def test_requests_over_the_router_have_the_tokens_of_transformers(deployment: De
     assert [answer.tokens for answer in answers] == [case.tokens for case in cases]
 
 
+def test_samples_batches_and_log_probabilities_come_through_it(deployment: Deployment, reference: Reference) -> None:
+    case, other = reference.case(100), reference.case(40)
+    samples = deployment.ask(case, n=2).body
+    assert [sample["output_ids"] for sample in samples] == [case.tokens] * 2
+    batch = deployment.post({"input_ids": [case.prompt, other.prompt]}, len(case.tokens))
+    assert [each["output_ids"] for each in batch] == [case.tokens, other.tokens]
+    with_logprobs = deployment.post({"input_ids": case.prompt, "return_logprob": True}, len(case.tokens))
+    told = with_logprobs["meta_info"]["output_token_logprobs"]
+    assert [token for _, token, *_ in told] == case.tokens
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_one_that_was_killed_under_load_and_comes_back_serves_again(
+    deployment: Deployment, reference: Reference, role: str
+) -> None:
+    """No request hangs, and none has wrong tokens."""
+    place = deployment.decodes[1] if role == "decode" else deployment.prefills[1]
+    with deployment.asked_meanwhile([reference.case(length) for length in (40, 100, 200) * 4]) as answers:
+        time.sleep(5)  # of load before the kill
+        place.kill()
+        place.start_again()
+        time.sleep(5)  # of load after it is back
+    bad = [answer for _, answer in answers if answer.status != 200]
+    slowest = max(answer.seconds for _, answer in answers)
+    print(f"{role}: {len(answers)} requests, {[answer.status for answer in bad]}, the slowest {slowest:.1f} s")
+    for case, answer in answers:
+        assert answer.status, f"no answer in {PATIENT_SECONDS:g} s\n{deployment.scripts[0].tail()}"
+        assert answer.status >= 500 or answer.tokens == case.tokens
+    assert len(bad) <= len(answers) // 2
+    cases = [reference.case(60) for _ in range(6)]
+    assert [answer.tokens for answer in deployment.ask_at_once(cases)] == [case.tokens for case in cases]
+
+
 def test_after_a_decode_was_killed_no_request_hangs(deployment: Deployment, reference: Reference) -> None:
-    """Half of them the router still sends to the dead one: prefill has their other halves."""
+    """Half of them the router still sends to the dead one: prefill has their other halves. The last test here."""
     cases = [reference.case(100) for _ in range(6)]
-    deployment.decodes["second"].signal(signal.SIGKILL)
+    deployment.decodes[1].kill()
     answers = deployment.ask_at_once(cases)
     print("after the kill:", [(answer.status, round(answer.seconds, 2)) for answer in answers])
     for case, answer in zip(cases, answers, strict=True):
