@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 from kvgrpc.client.aio import Client
@@ -17,6 +17,8 @@ from kvgrpc.v1 import index_service_pb2, prefetch_service_pb2
 WAIT_SECONDS = 5.0
 _MARGIN_SECONDS = 5.0
 _MOST_RANKS = 1024
+# Of the time that is left: an engine that uses its own up says so before ours is over.
+_ENGINES_PART = 0.9
 
 
 @dataclass(slots=True)
@@ -35,7 +37,8 @@ class Pulled:
 
 class Pulls:
     """``async with Pulls("10.0.0.9:8998") as pulls: came = await pulls.pull(placement, pages)``, the address a
-    registry's. Keeps a connection to each rank that it has told to pull, 1,024 at most. Belongs to one event loop.
+    registry's. Keeps a connection to each rank that it has told to pull, and of those that do not pull 1,024 at most.
+    Belongs to one event loop.
     """
 
     def __init__(self, registry: str, security: ClientSecurity | None = None, wait_seconds: float = WAIT_SECONDS):
@@ -44,6 +47,7 @@ class Pulls:
         # Where the leading rank of a cache is, by engine and dp; and connections, by address.
         self._addresses: dict[tuple[str, int], str] = {}
         self._ranks: OrderedDict[str, Client] = OrderedDict()
+        self._users = Counter[str]()
 
     async def __aenter__(self) -> Pulls:
         return self
@@ -74,12 +78,12 @@ class Pulls:
             came.failure = Failure.of(PeerUnreachable(text, metadata={"address": ""}))
         except KvGrpcError as error:
             came.failure = Failure.of(error)
-        if came.failure is not None:  # it may have come back elsewhere
+        if came.failure is not None and came.operation is None:  # it may have come back elsewhere
             self._addresses.pop((placement.engine, placement.dp), None)
         return came
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections. What still pulls is cancelled."""
         for client in (self._registry, *self._ranks.values()):
             await client.close()
 
@@ -90,16 +94,21 @@ class Pulls:
         end: float,
         came: Pulled,
     ) -> None:
-        rank = await self._leading(placement.engine, placement.dp)
-        left = max(0.001, end - time.monotonic())
-        _take(came, await rank.start_prefetch(pages, timeout=left, engines=[placement.pull.engine]))
-        assert came.operation is not None
-        async for message in rank.watch_operations([came.operation.operation_id]):
-            for operation in message.operations:
-                _take(came, operation)
+        address = await self._leading(placement.engine, placement.dp)
+        rank = await self._connected(address)
+        self._users[address] += 1
+        try:
+            left = max(0.001, (end - time.monotonic()) * _ENGINES_PART)
+            _take(came, await rank.start_prefetch(pages, timeout=left, engines=[placement.pull.engine]))
+            assert came.operation is not None
+            async for message in rank.watch_operations([came.operation.operation_id]):
+                for operation in message.operations:
+                    _take(came, operation)
+        finally:
+            self._users[address] -= 1
 
-    async def _leading(self, engine: str, dp: int) -> Client:
-        """The rank that leads this cache of an engine."""
+    async def _leading(self, engine: str, dp: int) -> str:
+        """The address of the rank that leads this cache of an engine."""
         address = self._addresses.get((engine, dp))
         if address is None:
             rows = (await self._registry.get_engine(engine)).rows
@@ -109,11 +118,16 @@ class Pulls:
                 metadata = {"engine": engine, "role": "", "missingRanks": f"dp{dp}"}
                 raise EngineNotFound(f"the registry has no rank that leads cache {dp} of {engine}", metadata=metadata)
             address = self._addresses[engine, dp] = row.endpoints.grpc
+        return address
+
+    async def _connected(self, address: str) -> Client:
         client = self._ranks.pop(address, None) or Client(address, self._security)
         self._ranks[address] = client
         if len(self._ranks) > _MOST_RANKS:
-            _, longest_unused = self._ranks.popitem(last=False)
-            await longest_unused.close()
+            others = (each for each in self._ranks if each != address and not self._users[each])
+            if (longest_unused := next(others, None)) is not None:
+                del self._users[longest_unused]
+                await self._ranks.pop(longest_unused).close()
         return client
 
 

@@ -107,7 +107,7 @@ STORAGE_CALLS = _counter("kvgrpc_storage_calls", "Calls of storage backends that
 PULLS = _counter("kvgrpc_pulls", "Rooms between host caches that ended.", "direction", "end")
 PULLED_BYTES = _counter("kvgrpc_pulled_bytes", "Bytes of pages that came over them.", "direction")
 # Of engines that say how quickly they compute, by the leading rank of each cache.
-PULL_SPARED = _counter("kvgrpc_pull_spared_seconds", "Seconds that computing pages would have taken which were taken.")
+PULL_SAVED = _counter("kvgrpc_pull_saved_seconds", "Seconds that computing pages would have taken which were taken.")
 PULL_SPENT = _counter("kvgrpc_pull_spent_seconds", "Seconds that taking pages took, of those that brought none too.")
 
 # The registry.

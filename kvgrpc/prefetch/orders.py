@@ -100,7 +100,11 @@ class EngineOrders:
         return len(self._waiting)
 
     def take(self) -> Operation | None:
-        """The next one, the most urgent first; None: there is none. Nobody but the engine ends it from now on."""
+        """The next one, the most urgent first; None: there is none. Nobody but the engine ends it from now on.
+
+        Those that have waited too long end, however many more urgent ones there are.
+        """
+        self.expire()
         while (operation := self._next()) is not None:
             if self.stop_of(operation) is Stop.NONE:
                 return operation

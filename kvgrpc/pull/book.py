@@ -92,7 +92,7 @@ class PullBook:
         rate."""
         each = self._page_seconds()
         if each:
-            metrics.PULL_SPARED.inc(pages * each)
+            metrics.PULL_SAVED.inc(pages * each)
             metrics.PULL_SPENT.inc(seconds)
         if pages < LEAST_MEASURED_PAGES or seconds <= 0:
             return

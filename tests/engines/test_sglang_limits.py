@@ -58,7 +58,11 @@ REFUSED = {
     "role switch": ("disagg", {"enable_pd_role_switch": True}, "--enable-pd-role-switch: .*keeps the role.*; start"),
     "allocation": (
         "disagg",
-        {"disaggregation_decode_allocation_policy": "prefill_complete"},
+        {
+            "disaggregation_decode_allocation_policy": "prefill_complete",
+            "optimistic_prefill_attempts": 1,
+            "disaggregation_mode": "prefill",
+        },
         "--disaggregation-decode-allocation-policy prefill_complete: .*before prefill has computed them; use early",
     ),
     "checksum": (

@@ -69,14 +69,6 @@ def check_supported(kv_args: Any) -> None:
             f"leave it out, or set {UNTRIED}={CHECKSUM} on both sides",
         ),
         (
-            disagg.disaggregation_mode == "prefill"
-            and has(disagg, "optimistic_prefill_attempts", 0) > 0
-            and OPTIMISTIC not in asked,
-            f"--optimistic-prefill-attempts {has(disagg, 'optimistic_prefill_attempts', 0)}",
-            "it was never run with kvgrpc",
-            f"leave it out, or set {UNTRIED}={OPTIMISTIC}",
-        ),
-        (
             parallel.attn_cp_size > 1,
             f"--attn-cp-size {parallel.attn_cp_size}",
             "a rank then holds some of a request's tokens",
@@ -118,6 +110,14 @@ def check_supported(kv_args: Any) -> None:
             "--disaggregation-decode-allocation-policy " + has(disagg, "disaggregation_decode_allocation_policy", ""),
             "decode names its pages before prefill has computed them",
             "use early",
+        ),
+        (  # behind the policy, for which SGLang itself sets attempts
+            disagg.disaggregation_mode == "prefill"
+            and has(disagg, "optimistic_prefill_attempts", 0) > 0
+            and OPTIMISTIC not in asked,
+            f"--optimistic-prefill-attempts {has(disagg, 'optimistic_prefill_attempts', 0)}",
+            "it was never run with kvgrpc",
+            f"leave it out, or set {UNTRIED}={OPTIMISTIC}",
         ),
         (
             get_exec().features.enable_memory_saver,

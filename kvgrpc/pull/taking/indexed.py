@@ -42,6 +42,10 @@ class IndexAnswer:
         return [*has, *unknown]
 
 
+# An index that lets a prompt wait for so long is left alone: it answers in milliseconds.
+_FAIR_SECONDS = 0.2
+
+
 class IndexedHolders:
     """Asks one index (``IndexService.Score``). Belongs to one event loop.
 
@@ -63,14 +67,15 @@ class IndexedHolders:
         request = pb.ScoreRequest()
         for values in prompts:
             request.prompts.add(block_hashes=pb.BlockHashes(values=values), model=self._model)
-        began, seconds = time.monotonic(), min(timeout, self._seconds)
+        began, seconds = time.monotonic(), min(timeout / 2, self._seconds)  # the holders have the rest
         try:
             with domain_errors(self._address, "the index"):
                 stub = IndexServiceStub(self._channels.get(self._address))
                 answer = await stub.Score(request, timeout=seconds)
         except KvGrpcError as error:
             if isinstance(error, PeerUnreachable):
-                self._silent.unanswered(self._address, seconds, self._seconds, time.monotonic() - began)
+                may_take = min(_FAIR_SECONDS, self._seconds)
+                self._silent.unanswered(self._address, seconds, may_take, time.monotonic() - began)
             elif not isinstance(error, InvalidRequest):  # that is said of this prompt alone
                 self._silent.failed(self._address)
             self._lines.warning("index", f"holders are looked for at the registry alone: {one_line(str(error))}")

@@ -40,8 +40,9 @@ class SilentHolders:
 
     def unanswered(self, address: str, seconds: float, may_take: float, took: float) -> None:
         """It did not answer within ``seconds``, which was known after ``took``. That says nothing of one that had less
-        time than it ``may_take``; nor where it was known much later: then it is this process that stood still."""
-        if seconds >= may_take and took <= seconds + OWN_DELAY_SECONDS:
+        time than it ``may_take``, unless it did not use that; nor where it was known much later: then this process
+        stood still."""
+        if took < seconds / 2 or (seconds >= may_take and took <= seconds + OWN_DELAY_SECONDS):
             self.failed(address)
 
     def forget(self, address: str) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from typing import Any
 
 import pytest
 
 from kvgrpc.client import SyncPulls
 from kvgrpc.errors import InvalidRequest, Reason
+from kvgrpc.pull.lending.lender import Lender
 from kvgrpc.v1 import index_service_pb2, prefetch_service_pb2
 from tests.support.cache_serving import hashes_of, prompt
 from tests.support.pull_fleet import PullFleet, candidates_of, peer_of
@@ -15,6 +18,7 @@ from tests.support.waiting import wait_until
 
 PAGES = prefetch_service_pb2.PromptPages(tokens=prompt(6))
 NOWHERE = "127.0.0.1:1"
+ENDED = (prefetch_service_pb2.OPERATION_STATE_EXPIRED, prefetch_service_pb2.OPERATION_STATE_DECLINED)
 
 
 def placed(engine: str, source: str = "holder") -> index_service_pb2.Placement:
@@ -62,6 +66,23 @@ def test_what_goes_wrong_is_said_and_not_raised(fleet: PullFleet) -> None:
     said = [each.failure.reason if each.failure else None for each in (silent, refused)]
     assert said == [Reason.PEER_UNREACHABLE, Reason.FEATURE_DISABLED]
     assert time.monotonic() - began < 15.0
+
+
+def test_a_pull_that_uses_its_time_up_tells_its_end(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    holder, _ = fleet.pair()
+    holder.fill(hashes_of(prompt(6)))
+    over, lend = threading.Event(), Lender.lend
+
+    def slow(*arguments: Any, **more: Any) -> Any:
+        over.wait(30.0)
+        return lend(*arguments, **more)
+
+    monkeypatch.setattr(Lender, "lend", slow)
+    with SyncPulls(fleet.registry) as pulls:
+        came = pulls.pull(placed("taker"), PAGES, 2.0)
+        over.set()
+    assert came.failure is None and came.operation is not None
+    assert came.operation.state in ENDED
 
 
 def test_an_engine_that_came_back_elsewhere_is_found_again(fleet: PullFleet) -> None:

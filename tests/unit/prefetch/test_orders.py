@@ -56,6 +56,16 @@ def test_taking_some_of_many_looks_at_those_alone() -> None:
     assert orders.looks <= 2 * 256
 
 
+def test_what_is_too_late_ends_though_more_urgent_ones_are_taken() -> None:
+    orders = EngineOrders(LIMITS, 16, lambda: None)
+    late = orders.start(order(timeout=0.001, priority=1))
+    urgent = orders.start(order(priority=9))
+    while time.monotonic() <= late.deadline:
+        time.sleep(0.001)  # until it is too late
+    assert orders.take() is urgent
+    assert late.state is OperationState.EXPIRED
+
+
 def test_what_is_too_late_is_not_taken_and_ends_though_nobody_takes_any(monkeypatch: pytest.MonkeyPatch) -> None:
     orders = EngineOrders(LIMITS, 16, lambda: None)
     late, later, waits = orders.start(order(timeout=5.0)), orders.start(order(timeout=6.0)), orders.start(order())

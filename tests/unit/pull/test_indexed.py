@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
-from kvgrpc.errors import FeatureDisabled, InvalidRequest
+from kvgrpc.errors import FeatureDisabled, InvalidRequest, PeerUnreachable
 from kvgrpc.pull.model import Holder
 from kvgrpc.pull.taking import indexed
 from kvgrpc.pull.taking.indexed import IndexAnswer, IndexedHolders
@@ -57,6 +57,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, first: Callable[[float], object], secon
 
 
 def is_late(timeout: float) -> object:
+    time.sleep(timeout)  # as an index that answers nothing
     raise asyncio.TimeoutError
 
 
@@ -69,12 +70,18 @@ def refuses(timeout: float) -> object:
     raise InvalidRequest.of("prompts", "65,537 pages", "at most 65,536")
 
 
+def is_away(timeout: float) -> object:
+    raise PeerUnreachable("connection refused", metadata={"address": "h:1"})
+
+
 def is_none(timeout: float) -> object:
     raise FeatureDisabled("there is no index", metadata={"feature": "index", "howToEnable": "serve one"})
 
 
 def test_an_index_that_had_its_time_and_did_not_answer_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not ask(monkeypatch, is_late, 0.1, 10.0)
+    assert not ask(monkeypatch, is_late, 1.0, 0.5), "whose callers have little time for each prompt"
+    assert not ask(monkeypatch, is_away, 10.0, 0.1), "it did not use its time"
     assert not ask(monkeypatch, is_none, 0.1, 10.0)
 
 

@@ -135,7 +135,7 @@ class SglangCache:
         if self.began(order.kind, order.request_id) is None:
             prompt = self._prompts.of(order.hashes)
             with self._lock:
-                waiting = sum(len(each.tokens) for each in self._starting.values()) // 8
+                waiting = sum(len(each.tokens) for each in list(self._starting.values())) // 8
                 if self._starting and waiting + len(prompt.tokens) // 8 > MAX_TOKENS:
                     raise _too_many(MAX_TOKENS, waiting, "tokens of orders that wait for the engine's scheduler")
                 self._starting[order.operation_id] = prompt
@@ -285,10 +285,12 @@ class SglangCache:
 
     def _ask(self, kind: OrderKind, number: str, prompt: PromptTokens, seconds: float) -> Told:
         future: concurrent.futures.Future[Told] = concurrent.futures.Future()
+        is_there = False
         with self._lock:
             self._asked.setdefault(number, []).append(future)
         try:
             self._questions.put(_order(kind, number, prompt))
+            is_there = True
             told: Told = self._wait(future, seconds)
         finally:
             with self._lock:
@@ -297,7 +299,7 @@ class SglangCache:
                     waiting.remove(future)
                 if not waiting:
                     self._asked.pop(number, None)
-            if left:
+            if left and is_there:  # else the order under this number is somebody else's
                 self._questions.withdraw(number)
         if told.error:
             raise StorageFailed(told.error, metadata={"backend": "sglang", "status": "FAILED"})

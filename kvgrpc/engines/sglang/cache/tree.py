@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from kvgrpc.engines.sglang.cache.orders import CacheOrder, OrderKind, Told
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.model import OperationState, Stop
+from kvgrpc.prefetch.protocol.operation import state_of
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ class TreeOrders:
         fetching = self._fetching.get(order.number)
         if fetching is None:
             if order.number not in self._writing:
-                self._tell(Told(order.number, OperationState.CANCELLED, order.stop))
+                self._tell(Told(order.number, state_of(order.stop, 0), order.stop))
             return
         fetching.stop = order.stop
         fetching.operation.mark_terminate()
