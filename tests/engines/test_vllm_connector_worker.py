@@ -232,7 +232,8 @@ def test_kinds_of_layers_that_were_never_run_are_served_to_who_asks_for_them(kin
 
 def test_speculation_that_was_never_run_is_served_to_who_asks_for_it() -> None:
     check_supported(with_speculation("eagle", untried="speculative"), cache_config(attention()))
-    check_supported(with_speculation("draft_model"), cache_config(attention()))
+    for served in ("draft_model", "ngram", "ngram_gpu", "suffix"):
+        check_supported(with_speculation(served), cache_config(attention()))
 
 
 def test_layers_that_see_the_chunk_of_the_next_token_are_a_pool_as_those_of_a_window_are() -> None:

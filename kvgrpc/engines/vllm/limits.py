@@ -15,7 +15,8 @@ from kvgrpc.errors import FeatureDisabled
 UNTRIED, _VARIABLE = "untried", "KVGRPC_UNTRIED"
 PIPELINE, SPECULATIVE = "pipeline", "speculative"
 
-_TRIED_SPECULATION = frozenset({"draft_model", "ngram"})
+# A draft model's layers were seen to be handed over; the others have none.
+_SERVED_SPECULATION = frozenset({"draft_model", "ngram", "ngram_gpu", "suffix"})
 
 
 def check_supported(config: Any, kv_cache_config: Any) -> None:
@@ -30,7 +31,9 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
     speculation = getattr(getattr(config, "speculative_config", None), "method", None)
     refused = (
         (
-            speculation is not None and speculation not in _TRIED_SPECULATION and SPECULATIVE not in _asked_for(config),
+            speculation is not None
+            and speculation not in _SERVED_SPECULATION
+            and SPECULATIVE not in _asked_for(config),
             f"speculative decoding by {speculation}",
             "its layers would be handed over with the model's, but were never run",
             f'ask for it by name: "{UNTRIED}": "{SPECULATIVE}" in kv_connector_extra_config, on both sides',

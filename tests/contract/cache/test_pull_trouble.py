@@ -100,9 +100,10 @@ def test_a_data_plane_that_is_full_in_the_middle_costs_the_rest_of_a_pull(fleet:
     plane.fault = lambda number, write: full if any(each.ended for each in taken_by(taker)) else None
     began = time.monotonic()
     row = pulled(taker, hashes)
-    assert (row.state, row.completed) == (OperationState.PARTIAL, 4), [each.failure for each in taken_by(taker)]
+    assert row.state is OperationState.PARTIAL, [each.failure for each in taken_by(taker)]
+    assert 0 < row.completed < 12, "what had been written when it was full; a batch is written ahead, or not yet"
     assert time.monotonic() - began < 2.0 + 5.0
-    taker.assert_bytes(hashes[:4])
+    taker.assert_bytes(hashes[: row.completed])
     wait_until(lambda: all_is_back(holder, taker))
     plane.fault = lambda number, write: None
     wait_until(lambda: pulled(taker, hashes).completed == 12)
