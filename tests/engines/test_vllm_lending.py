@@ -17,7 +17,7 @@ from kvgrpc.client import SyncClient
 from kvgrpc.engines.vllm import orders
 from kvgrpc.engines.vllm.offload import questions
 from kvgrpc.engines.vllm.offload.lending import LentChunks
-from kvgrpc.engines.vllm.offload.promotion import LOOKUPS_OF_A_STEP, Promotion
+from kvgrpc.engines.vllm.offload.promotion import LOOKUPS_OF_A_STEP, NEAR, Promotion
 from kvgrpc.errors import InvalidRequest, PeerUnreachable
 from kvgrpc.prefetch.model import OperationKind, PrefetchLimits
 from kvgrpc.prefetch.orders import EngineOrders
@@ -388,10 +388,82 @@ def test_a_step_looks_at_some_chunks_of_a_long_order() -> None:
 
     engine_orders = EngineOrders(PrefetchLimits(threshold_tokens=1), 16, lambda: None)
     operation = engine_orders.start(Order(kind=OperationKind.PREFETCH, hashes=("aa" * 32,)))
-    promotion = Promotion(operation, keys, engine_orders, 1 << 20, 1, 16)
+    promotion = Promotion(operation, keys, engine_orders, lambda _: 1 << 20, 1, 16)
     host: Any = Host()
     promotion.begin(host, on_device)
     while not promotion.step(host):
         looked.append(0)
     assert len(looked) == 4 and max(looked) <= LOOKUPS_OF_A_STEP + 2
     assert pinned == keys[:here] and promotion.held == here
+
+
+def test_a_pin_that_nobody_gets_is_let_go() -> None:
+    """vLLM would wait for it before it empties its host cache, for ever."""
+    done = list[Any]()
+
+    class Host:
+        def on_new_request(self, context: Any) -> None: ...
+
+        def on_request_finished(self, context: Any) -> None:
+            raise KeyError(context.req_id)
+
+        def lookup(self, key: bytes, context: Any) -> LookupResult:
+            return LookupResult.HIT
+
+        def create_store_job(self, keys: Any, context: Any) -> Any:
+            return SimpleNamespace(keys=keys, chunk_ids=[0])
+
+    asked, over = questions.Questions(lambda: None), threading.Event()
+
+    def answer() -> None:
+        while not over.wait(0.001):
+            asked.answer(cast(Any, Host()))
+
+    engine = threading.Thread(target=answer)
+    engine.start()
+    try:
+        names = cast(Any, SimpleNamespace(keys=lambda hashes: keys_of(prompt(1))))
+        lent = LentChunks(asked, names, 0, 1, done.append)
+        with pytest.raises(KeyError, match="kvgrpc-lend"), lent.reading(["aa"]):
+            pass
+        assert lent.wait_idle(0.0) and len(done) == 1
+    finally:
+        over.set()
+        engine.join()
+
+
+def test_promotions_that_begin_together_keep_their_share() -> None:
+    """Each pins and fills only in steps after all have begun."""
+    share, heads, several, coming = 6, 2, list[Promotion](), set[bytes]()
+
+    class Host:
+        """Has the head of each prompt; a tier has the others, which are on their way."""
+
+        def on_new_request(self, context: Any) -> None: ...
+
+        def on_request_finished(self, context: Any) -> None: ...
+
+        def lookup(self, key: bytes, context: Any) -> LookupResult:
+            if key[31] < heads:
+                return LookupResult.HIT
+            if context.load_tier_filter is not NEAR:
+                coming.add(key)
+            return LookupResult.HIT_PENDING if key in coming else LookupResult.MISS
+
+        def create_store_job(self, keys: Any, context: Any) -> Any:
+            return SimpleNamespace(keys=keys)
+
+    engine_orders = EngineOrders(PrefetchLimits(threshold_tokens=1), 16, lambda: None)
+
+    def room(promotion: Promotion) -> int:
+        return share - sum(each.held for each in several if each is not promotion)
+
+    host: Any = Host()
+    for number in range(3):
+        keys = [make_offload_key(bytes([*[number] * 31, index]), 0) for index in range(12)]
+        operation = engine_orders.start(Order(kind=OperationKind.PREFETCH, hashes=(f"a{number}" * 32,)))
+        several.append(Promotion(operation, keys, engine_orders, room, 1, 16))
+        several[-1].begin(host, 0)
+    over = [promotion.step(host) for promotion in several]
+    assert len(coming) == share and [each.held for each in several] == [heads + share, 0, 0]
+    assert [len(each.pinned) for each in several] == [1, 0, 0] and over == [False, True, True]

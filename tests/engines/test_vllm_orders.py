@@ -15,6 +15,7 @@ from kvgrpc.engines.vllm.offload.promotion import Promotion
 from kvgrpc.engines.vllm.orders import config_of
 from kvgrpc.engines.vllm.tier import KvGrpcTier
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
+from kvgrpc.server import RankConfig
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from tests.engines.vllm_tiers import BLOCK, CHUNK_BYTES, CHUNKS, ended, keys_of, offloading, prompt, start
@@ -226,11 +227,23 @@ def test_each_replica_listens_at_a_port_of_its_own(size: int) -> None:
     """All replicas of an engine have one configuration, and may be on one host."""
     model = SimpleNamespace(name="/m", dtype="float32")
 
-    def listens(dp: int, **more: str) -> str:
+    def config(dp: int, **more: str) -> RankConfig:
         parallel = SimpleNamespace(data_parallel_index=dp, data_parallel_size=size)
-        return config_of(SimpleNamespace(config=SimpleNamespace(parallel=parallel, model=model)), "P0", "", more).listen
+        return config_of(SimpleNamespace(config=SimpleNamespace(parallel=parallel, model=model)), "P0", "", more)
+
+    def listens(dp: int, **more: str) -> str:
+        return config(dp, **more).listen
+
+    def advertises(dp: int, advertise: str) -> str:
+        return config(dp, listen="0.0.0.0:7777", advertise=advertise).advertise
 
     assert [listens(dp, listen="10.0.0.1:7777") for dp in (0, 1)] == ["10.0.0.1:7777", "10.0.0.1:7778"]
     assert listens(1, listen="10.0.0.1:0") == "10.0.0.1:0" and listens(1) == "127.0.0.1:0"
     with pytest.raises(InvalidRequest, match="listen: must be"):
         listens(1, listen="10.0.0.1:65535")
+    assert [advertises(dp, "10.0.0.1:7777") for dp in (0, 1)] == ["10.0.0.1:7777", "10.0.0.1:7778"]
+    assert [advertises(dp, "pod:30000") for dp in (0, 1)] == ["pod:30000", "pod:30001"]
+    assert advertises(1, "10.0.0.1") == "10.0.0.1"
+    assert advertises(1, "10.0.0.1:7778") == "10.0.0.1:7778", "a replica alone on its host, which says where it is"
+    with pytest.raises(InvalidRequest, match="advertise: must be"):
+        advertises(1, "10.0.0.1:65535")

@@ -37,6 +37,7 @@ from kvgrpc.engines.vllm.tier import KvGrpcTier, identity_of, keep_mapped
 from kvgrpc.errors import Failure, InvalidRequest, StorageFailed
 from kvgrpc.hashing import vllm_event_hash
 from kvgrpc.model import Layout, ModelIdentity, RankRef, Role
+from kvgrpc.net import split
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.model import Namespace, OperationState, PrefetchLimits, Stop
 from kvgrpc.prefetch.orders import EngineOrders
@@ -200,14 +201,18 @@ class KvGrpcOrders(SecondaryTierManager):
 
     def _begin(self, operation: Operation, parent: ParentManager) -> None:
         keys = self._names.keys(operation.hashes)
-        room = int(self._orders.limits.occupancy * self._chunks) - sum(each.held for each in self._promotions)
-        if room < 1:
+        if self._room() < 1:
             self._orders.end(operation, OperationState.DECLINED, Stop.RATE_LIMITED)
             return
         sizes = self.block_size_bytes, self._names.page_tokens
-        promotion = Promotion(operation, keys, self._orders, room, *sizes, lambda: is_full(parent))
+        promotion = Promotion(operation, keys, self._orders, self._room, *sizes, lambda: is_full(parent))
         self._promotions.append(promotion)
         promotion.begin(parent, self._core.leading_on_device(keys))
+
+    def _room(self, promotion: Promotion | None = None) -> int:
+        """Of the share of all promotions: chunks that the others leave."""
+        held = sum(each.held for each in self._promotions if each is not promotion)
+        return int(self._orders.limits.occupancy * self._chunks) - held
 
     def _step(self, promotion: Promotion, parent: ParentManager) -> None:
         if promotion.step(parent):
@@ -300,6 +305,10 @@ def config_of(spec: Any, engine: str, model_name: str, more: Mapping[str, Any]) 
     dp, size = parallel.data_parallel_index, parallel.data_parallel_size
     if dp and "listen" in given:
         given["listen"] = for_rank(given["listen"], dp, "listen")
+    port = split(given.get("advertise") or "")[1]
+    # A replica with a configuration of its own names the port at which it listens.
+    if dp and port and port != split(given.get("listen") or "")[1]:
+        given["advertise"] = for_rank(given["advertise"], dp, "advertise")
     if dp and size == 1:  # replicas of a dense model are engines of their own for vLLM
         engine = f"{engine}-dp{dp}"
     found: ModelIdentity = identity(

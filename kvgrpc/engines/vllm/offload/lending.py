@@ -61,16 +61,20 @@ class LentChunks:
     def _pin(self, parent: ParentManager, keys: Sequence[OffloadKey]) -> TransferJob | None:
         context = ReqContext(req_id=f"kvgrpc-lend-{next(_numbers)}", load_tier_filter=NEAR)
         parent.on_new_request(context)
+        job: TransferJob | None = None
         try:
             here = list(itertools.takewhile(lambda key: parent.lookup(key, context) is LookupResult.HIT, keys))
-            if not here:
-                return None
-            job = parent.create_store_job(here, context)
-            with self._changed:
-                self._loans += 1
-            return job
+            if here:
+                job = parent.create_store_job(here, context)
+                with self._changed:
+                    self._loans += 1
         finally:
-            parent.on_request_finished(context)
+            try:
+                parent.on_request_finished(context)
+            except BaseException:  # nobody gets the job then
+                self._let_go(job)
+                raise
+        return job
 
     def _let_go(self, job: TransferJob | None) -> None:
         if job is None:

@@ -31,7 +31,8 @@ class _Known(enum.IntEnum):
 
 
 class Promotion:
-    """``room``: chunks that it may bring; ``is_full``: whether vLLM's host memory has no chunk that could be evicted.
+    """``room``: chunks that it may bring, by what others fill and pin now; ``is_full``: whether vLLM's host memory has
+    no chunk that could be evicted.
 
     The leading chunks that the host has already are pinned until its end, because what is brought stands behind them:
     ``pinned`` are vLLM's jobs for them, to be reported as finished once the promotion has ended.
@@ -42,7 +43,7 @@ class Promotion:
         operation: Operation,
         keys: Sequence[OffloadKey],
         orders: EngineOrders,
-        room: int,
+        room: Callable[[Promotion], int],
         chunk_bytes: int,
         chunk_tokens: int,
         is_full: Callable[[], bool] = lambda: False,
@@ -115,6 +116,9 @@ class Promotion:
         self._there = self._found = self._covered
         self._begun = self._covered < last or self._covered == self._end
         if in_host and self._covered < self._end:
+            if self._room(self) < 1:
+                self._end, self._stop, self._begun = self._covered, Stop.RATE_LIMITED, True
+                return
             self.pinned.append(parent.create_store_job(in_host, self._context))
 
     def _ask(self, parent: ParentManager) -> None:
@@ -126,6 +130,9 @@ class Promotion:
                 break
             if self._known[index] is _Known.FOUND:
                 continue
+            if len(self._moving) >= self._room(self):
+                self._end, self._stop = index, Stop.CAPACITY if self._moving else Stop.RATE_LIMITED
+                break
             left -= 1
             result = parent.lookup(self.keys[index], self._context)
             if result is LookupResult.MISS:
@@ -145,8 +152,6 @@ class Promotion:
         self._known[index] = _Known.FOUND
         if result is LookupResult.HIT_PENDING:
             self._moving.append(index)
-        if len(self._moving) == self._room and index + 1 < self._end:
-            self._end, self._stop = index + 1, Stop.CAPACITY
 
     def _count_in_host(self, parent: ParentManager) -> None:
         """Advances past the leading chunks that are in the host now; ends at one that is lost."""
@@ -187,7 +192,7 @@ class Promotion:
         came, stop = self._there - self._covered, self._stop
         if self._covered == len(self.keys):
             state, stop = OperationState.DECLINED, Stop.COVERED
-        elif stop is Stop.CAPACITY:
+        elif stop in (Stop.CAPACITY, Stop.RATE_LIMITED):
             state = OperationState.DONE if came else OperationState.DECLINED
         elif stop is not Stop.NONE:
             state = state_of(stop, self._there)
