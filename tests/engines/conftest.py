@@ -36,6 +36,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("engines")
 
 
+@pytest.fixture(scope="module")
+def registry() -> Iterator[str]:
+    """Its address."""
+    from kvgrpc.server import RegistryServer
+
+    server = RegistryServer(["127.0.0.1:0"]).open()
+    yield server.address
+    server.close()
+
+
 @pytest.fixture(scope="session")
 def reference(folder: Path) -> Iterator[Reference]:
     from tests.engines.model import Reference

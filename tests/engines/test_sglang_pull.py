@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.client import SyncClient
-from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import prefetch_service_pb2 as proto
 from kvgrpc.v1 import pull_service_pb2
 from tests.engines.engine import LOCAL, PAGE, Engine
@@ -22,14 +21,6 @@ PAGES = 8
 PROMPT = PAGES * PAGE + 5
 NAMES = ("first", "second")
 EXPORTED = 64
-
-
-@pytest.fixture(scope="module")
-def registry() -> Iterator[str]:
-    server = RegistryServer([f"{LOCAL}:0"])
-    server.open()
-    yield server.address
-    server.close()
 
 
 @pytest.fixture(scope="module")

@@ -4,35 +4,24 @@ handed over.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvgrpc.client import SyncClient
-from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import prefetch_service_pb2 as proto
 from tests.engines.engine import LOCAL, PAGE, Pair
 from tests.engines.hierarchical import PLUGIN, cache_address, cache_arguments
 from tests.engines.load import handing_over
 from tests.engines.model import Case, Reference
+from tests.engines.ordering import order_by_name
 from tests.support.cache_serving import ended
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(700)
 PAGES = 8
 PROMPT = PAGES * PAGE + 5
-
-
-@pytest.fixture(scope="module")
-def registry() -> Iterator[str]:
-    server = RegistryServer([f"{LOCAL}:0"])
-    server.open()
-    yield server.address
-    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +80,10 @@ def test_an_order_beside_hand_offs_brings_what_the_next_one_needs(
     case = stored(pair, router, reference)
     wait_until(lambda: caches(pair, registry))
     (name,) = caches(pair, registry)
-    words = ["prefetch", "start", "-s", registry, "--engine", name, "--json", "--tokens"]
     with handing_over(pair, [reference.case(100) for _ in range(4)]) as served:
         wait_until(lambda: served.requests > 2, 60)
         before = served.requests
-        said = subprocess.run(
-            [sys.executable, "-m", "kvgrpc", *words, " ".join(map(str, case.prompt))],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert said.returncode == 0, said.stdout + said.stderr
-        operation = json.loads(said.stdout.splitlines()[-1])
+        operation = order_by_name(registry, name, case.prompt)
         assert (operation["state"], operation["completedPages"]) == ("OPERATION_STATE_DONE", PAGES)
         assert served.requests > before, "no hand-off went on beside the order"
         # Nothing can come from there any more: what the hand-off finds is what the router brought.

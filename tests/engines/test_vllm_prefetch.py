@@ -17,7 +17,7 @@ from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from tests.engines.model import Case, Reference
 from tests.engines.vllm_engine import BLOCK, VllmEngine, vllm_arguments
-from tests.engines.vllm_pulling import CHUNK_BYTES, address, compute
+from tests.engines.vllm_pulling import address, compute, file_tier, offloading, orders
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)
@@ -26,30 +26,8 @@ CHUNKS = 32
 
 @contextmanager
 def engine(folder: Path, model: Path, registry: str, path: Path) -> Iterator[VllmEngine]:
-    tier = {
-        "type": "KvGrpcTier",
-        "module_path": "kvgrpc.engines.vllm.tier",
-        "storage": "file",
-        "storage_config": {"path": str(path), "max_bytes": "64MB"},
-    }
-    orders = {
-        "type": "KvGrpcOrders",
-        "module_path": "kvgrpc.engines.vllm.orders",
-        "engine": "P0",
-        "registry": registry,
-        "limits": {"threshold_tokens": BLOCK},
-    }
-    offloading = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "TieringOnCpu",
-            "spec_module_path": "tests.engines.vllm_offloading_on_cpu",
-            "cpu_bytes_to_use": CHUNKS * CHUNK_BYTES,
-            "secondary_tiers": [tier, orders],
-        },
-    }
-    opened = VllmEngine("offloading", folder, {**vllm_arguments(model, 1), "kv_transfer_config": offloading})
+    caching = offloading(CHUNKS, file_tier(path), orders("P0", registry))
+    opened = VllmEngine("offloading", folder, {**vllm_arguments(model, 1), "kv_transfer_config": caching})
     try:
         opened.wait_ready()
         yield opened

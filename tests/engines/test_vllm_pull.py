@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.client import SyncClient
-from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from tests.engines.model import Reference
 from tests.engines.vllm_engine import BLOCK, VllmEngine
@@ -19,13 +18,6 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 NAMES = ("first", "second")
-
-
-@pytest.fixture(scope="module")
-def registry() -> Iterator[str]:
-    server = RegistryServer(["127.0.0.1:0"]).open()
-    yield server.address
-    server.close()
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import prefetch_service_pb2 as pb
-from tests.engines.engine import LOCAL, SGLANG_PYTHON, Engine
+from tests.engines.engine import SGLANG_PYTHON, Engine
 from tests.engines.kinds import PAGE, PAGES, PROMPT, ask, cache_of, open_sglang, taken_by, wait_ready
 from tests.engines.model import Reference
 from tests.engines.vllm_engine import BLOCK, VllmEngine
@@ -23,13 +22,6 @@ pytestmark = [
         not SGLANG_PYTHON.exists(), reason="SGLang's environment is not here: `.ci/setup sglang` makes it"
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def registry() -> Iterator[str]:
-    server = RegistryServer([f"{LOCAL}:0"]).open()
-    yield server.address
-    server.close()
 
 
 @pytest.fixture(scope="module")

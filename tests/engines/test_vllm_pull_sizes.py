@@ -15,7 +15,6 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from kvgrpc.engines.vllm.tier import identity_of
-from kvgrpc.server import RegistryServer
 from tests.engines.model import Reference
 from tests.engines.vllm_engine import BLOCK, VllmEngine
 from tests.engines.vllm_pulling import address, compute, has, opened, pulled
@@ -23,13 +22,6 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 SIZES = {"one": 1, "two": 2}
-
-
-@pytest.fixture(scope="module")
-def registry() -> Iterator[str]:
-    server = RegistryServer(["127.0.0.1:0"]).open()
-    yield server.address
-    server.close()
 
 
 @pytest.fixture(scope="module")

@@ -4,21 +4,18 @@ our tier of orders. What they brought is handed over.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvgrpc.client import SyncClient
-from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from tests.engines.load import handing_over
 from tests.engines.model import Case, Reference
+from tests.engines.ordering import order_by_name
 from tests.engines.vllm_engine import BLOCK, CONNECTOR, VllmPair
-from tests.engines.vllm_pulling import CHUNK_BYTES, address
+from tests.engines.vllm_pulling import address, file_tier, offloading, orders
 from tests.support.cache_serving import ended
 from tests.support.waiting import wait_until
 
@@ -29,39 +26,10 @@ PROMPT = PAGES * BLOCK + 3
 
 
 @pytest.fixture(scope="module")
-def registry() -> Iterator[str]:
-    server = RegistryServer(["127.0.0.1:0"]).open()
-    yield server.address
-    server.close()
-
-
-@pytest.fixture(scope="module")
 def pair(registry: str, folder: Path, reference: Reference) -> Iterator[VllmPair]:
-    tier = {
-        "type": "KvGrpcTier",
-        "module_path": "kvgrpc.engines.vllm.tier",
-        "storage": "file",
-        "storage_config": {"path": str(folder / "kv-warmed"), "max_bytes": "64MB"},
-    }
-    orders = {
-        "type": "KvGrpcOrders",
-        "module_path": "kvgrpc.engines.vllm.orders",
-        "engine": "P0",
-        "registry": registry,
-        "limits": {"threshold_tokens": BLOCK},
-    }
-    offloading = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "TieringOnCpu",
-            "spec_module_path": "tests.engines.vllm_offloading_on_cpu",
-            "cpu_bytes_to_use": CHUNKS * CHUNK_BYTES,
-            "secondary_tiers": [tier, orders],
-        },
-    }
+    caching = offloading(CHUNKS, file_tier(folder / "kv-warmed"), orders("P0", registry))
     ours = {**CONNECTOR, "kv_role": "kv_producer"}
-    both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [ours, offloading]}}
+    both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [ours, caching]}}
     pair = VllmPair(folder, reference.path, transfer={}, prefill={"transfer": both}, decode={"transfer": {**CONNECTOR}})
     pair.wait_ready()
     yield pair
@@ -111,18 +79,10 @@ def test_an_order_beside_hand_offs_brings_what_the_next_one_needs(
     pair: VllmPair, router: SyncClient, registry: str, reference: Reference
 ) -> None:
     case = stored(pair, router, reference)
-    words = ["prefetch", "start", "-s", registry, "--engine", "P0", "--json", "--tokens"]
     with handing_over(pair, [reference.case(40) for _ in range(4)]) as served:
         wait_until(lambda: served.requests > 2, 60)
         before = served.requests
-        said = subprocess.run(
-            [sys.executable, "-m", "kvgrpc", *words, " ".join(map(str, case.prompt))],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert said.returncode == 0, said.stdout + said.stderr
-        operation = json.loads(said.stdout.splitlines()[-1])
+        operation = order_by_name(registry, "P0", case.prompt)
         assert (operation["state"], operation["completedPages"]) == ("OPERATION_STATE_DONE", PAGES)
         assert served.requests > before, "no hand-off went on beside the order"
         assert router.lookup(prompt(case), without_storage=True).host_pages == PAGES

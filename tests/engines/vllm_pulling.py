@@ -31,29 +31,37 @@ def opened(
     engine may say or send nothing."""
     # A busy machine's engines may send nothing for seconds.
     data_plane, patience = more.pop("data_plane", "shm"), more.pop("patience", 30.0)
-    orders = {
-        "type": "KvGrpcOrders",
-        "module_path": "kvgrpc.engines.vllm.orders",
-        "engine": name,
-        "registry": registry,
-        "data_plane": data_plane,
-        "limits": {"threshold_tokens": BLOCK},
-        "pull": {"staging_pages": 64, "answer_timeout": patience, "stall_timeout": patience},
-    }
-    tier = {"type": "KvGrpcTier", "module_path": "kvgrpc.engines.vllm.tier", "peers": True, "timeout": 60.0}
-    offloading = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "TieringOnCpu",
-            "spec_module_path": "tests.engines.vllm_offloading_on_cpu",
-            "cpu_bytes_to_use": 64 * CHUNK_BYTES,
-            "secondary_tiers": [tier, orders],
-            **more,
-        },
-    }
+    pull = {"staging_pages": 64, "answer_timeout": patience, "stall_timeout": patience}
+    takes_orders = orders(name, registry, data_plane=data_plane, pull=pull)
+    config = offloading(64, tier(peers=True, timeout=60.0), takes_orders, **more)
     sizes = {**vllm_arguments(model, tp), "block_size": block, **(arguments or {})}
-    return VllmEngine(name, folder, {**sizes, "kv_transfer_config": offloading}, environment)
+    return VllmEngine(name, folder, {**sizes, "kv_transfer_config": config}, environment)
+
+
+def offloading(chunks: int, *tiers: object, **more: object) -> dict[str, object]:
+    """vLLM's own connector with so many chunks of host memory, and tiers below it. ``more``: of its extra config."""
+    extra = {
+        "spec_name": "TieringOnCpu",
+        "spec_module_path": "tests.engines.vllm_offloading_on_cpu",
+        "cpu_bytes_to_use": chunks * CHUNK_BYTES,
+        "secondary_tiers": list(tiers),
+        **more,
+    }
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def tier(**more: object) -> dict[str, object]:
+    return {"type": "KvGrpcTier", "module_path": "kvgrpc.engines.vllm.tier", **more}
+
+
+def file_tier(path: Path) -> dict[str, object]:
+    return tier(storage="file", storage_config={"path": str(path), "max_bytes": "64MB"})
+
+
+def orders(engine: str, registry: str, **more: object) -> dict[str, object]:
+    """The tier that takes orders by the engine's name."""
+    named = {"engine": engine, "registry": registry, "limits": {"threshold_tokens": BLOCK}}
+    return {"type": "KvGrpcOrders", "module_path": "kvgrpc.engines.vllm.orders", **named, **more}
 
 
 def address(registry: str, name: str) -> str:

@@ -230,6 +230,18 @@ def asked_of(*ranks: CacheRank, monkeypatch: pytest.MonkeyPatch) -> list[list[in
     return [heard_by(rank, "_count_leading", monkeypatch) for rank in ranks]
 
 
+def taker_of_two(
+    fleet: PullFleet, hashes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[CacheRank, list[int], list[int]]:
+    """Who knows "one", which has all pages, and "other", which has four; and what is asked of either."""
+    one, other, taker = fleet.open("one"), fleet.open("other"), fleet.open("taker")
+    wait_until(lambda: len(candidates_of(taker)) == 2)
+    one.fill(hashes)
+    other.fill(hashes[:4])
+    of_one, of_other = asked_of(one, other, monkeypatch=monkeypatch)
+    return taker, of_one, of_other
+
+
 def knows_through(index: IndexServer, fleet: PullFleet, hashes: list[str]) -> tuple[CacheRank, CacheRank, CacheRank]:
     """One that has the prompt and one that has not, both told by events, and a taker that asks the index."""
     has, lacks = fleet.open("has", events=EVENTS), fleet.open("lacks", events=EVENTS)
@@ -279,12 +291,8 @@ def test_an_index_that_is_gone_leaves_the_registry(fleet: PullFleet, index: Inde
 
 
 def test_whoever_starts_a_prefetch_may_name_the_engines(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other, taker = fleet.open("one"), fleet.open("other"), fleet.open("taker")
-    wait_until(lambda: len(candidates_of(taker)) == 2)
     hashes = hashes_of(prompt(6))
-    one.fill(hashes)
-    other.fill(hashes[:4])
-    of_one, of_other = asked_of(one, other, monkeypatch=monkeypatch)
+    taker, of_one, of_other = taker_of_two(fleet, hashes, monkeypatch)
     pages = prefetch_service_pb2.PromptPages(page_hashes=[bytes.fromhex(each) for each in hashes])
     with SyncClient(taker.address) as client:
         operation = client.start_prefetch(pages, engines=["other"])
@@ -310,12 +318,8 @@ def test_engines_that_nobody_knows_are_named_in_the_log(fleet: PullFleet, caplog
 
 
 def test_an_order_in_process_may_name_the_engines(fleet: PullFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other, taker = fleet.open("one"), fleet.open("other"), fleet.open("taker")
-    wait_until(lambda: len(candidates_of(taker)) == 2)
     hashes = hashes_of(prompt(6))
-    one.fill(hashes)
-    other.fill(hashes[:4])
-    of_one, of_other = asked_of(one, other, monkeypatch=monkeypatch)
+    taker, of_one, of_other = taker_of_two(fleet, hashes, monkeypatch)
     operation = taker.manager.controller.prefetch(hashes, engines=["other"])
     assert operation.wait(30.0)
     row = taker.manager.controller.book.row(operation)
