@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ class Size:
     hidden: int
     heads: int
     kv_heads: int
+    positions: int = 8192  # the longest prompt with its answer
 
 
 TINY = Size(layers=2, hidden=64, heads=4, kv_heads=2)  # 2 KiB of KV cache a token
@@ -31,6 +32,7 @@ WINDOWED = Size(layers=4, hidden=64, heads=4, kv_heads=2)
 WINDOW = 64
 # With the first request of models of latents, or with windows, torch compiles their norms.
 COMPILING_SECONDS = 300.0
+LONG = replace(TINY, positions=65_536)
 WIDE = Size(layers=8, hidden=256, heads=8, kv_heads=8)  # 32 KiB: 4 MiB for 128 tokens
 
 
@@ -173,7 +175,7 @@ def _sizes(size: Size) -> dict[str, Any]:
         "num_attention_heads": size.heads,
         "num_key_value_heads": size.kv_heads,
         "vocab_size": VOCABULARY,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": size.positions,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "tie_word_embeddings": False,
