@@ -10,14 +10,15 @@ ENGINE_CLASSES := tests/integration/test_events_engine_classes.py
 ENGINES ?= sglang vllm
 # Parts of test-engines, each to be below 20 minutes on two cores: of either engine the tests of these names, and in the
 # first part all others.
-ENGINE_PARTS := handoffs deployments faults slowness caches pulls models recurrent parallel
+ENGINE_PARTS := handoffs deployments faults slowness caches pulls models speculation recurrent parallel
 $(if $(filter-out $(ENGINE_PARTS),$(PART)),$(error PART is one of $(ENGINE_PARTS)))
 deployments := _deployment _from_sglang _serve _two_step
 faults := _faults _held _router
 slowness := _held_interpreter _load
 caches := _events _hicache _hierarchical _offloading _plugin _prefetch _tier _warmed_prefill
 pulls := _plan_sglang _pull _pull_sglang _pull_sizes _pull_trouble
-models := _latent _speculative _states _window
+models := _latent _states _window
+speculation := _speculative
 recurrent := _recurrent
 parallel := _attention_data_parallel _data_parallel _pipeline _tensor_parallel _unequal
 tests_of = $(if $($(2)),$(wildcard $($(2):%=tests/engines/test_$(1)%.py)),$(filter-out $(foreach part,$(filter-out handoffs,$(ENGINE_PARTS)),$(call tests_of,$(1),$(part))),$(wildcard tests/engines/test_$(1)*.py)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import Cohere2Config, Cohere2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 256
@@ -29,6 +30,7 @@ class Size:
 TINY = Size(layers=2, hidden=64, heads=4, kv_heads=2)  # 2 KiB of KV cache a token
 STAGED = Size(layers=5, hidden=64, heads=4, kv_heads=2)  # two pipeline stages have other numbers of them
 WINDOWED = Size(layers=4, hidden=64, heads=4, kv_heads=2)
+SINGLE = Size(layers=1, hidden=64, heads=2, kv_heads=2)
 WINDOW = 64
 # With the first request of models of latents, or with windows, torch compiles their norms.
 COMPILING_SECONDS = 300.0
@@ -110,6 +112,64 @@ class WindowReference(Reference):
         kinds = ["sliding_attention", "full_attention"] * (size.layers // 2)
         more = {"tie_word_embeddings": True, "pad_token_id": 0, "logit_scale": 1.0}
         return Cohere2ForCausalLM(Cohere2Config(**{**_sizes(size), **more}, sliding_window=WINDOW, layer_types=kinds))
+
+
+class HeadReference(Reference):
+    """One layer, and a draft head of that same layer for speculation by ``method``, eagle, eagle3 or mtp (then a MiMo).
+    What it says is the model's own next token more often than not, if it has seen the prompt.
+
+    Its first token is the prompt's second. What the layer adds is large beside the embedding, which EAGLE-3 leaves out.
+    """
+
+    def __init__(self, folder: Path, method: str, seed: int = 0) -> None:
+        self._method = method
+        super().__init__(folder, SINGLE, seed)
+        self.head = self.path if method == "mtp" else folder / "head"
+        self._save_head()
+
+    def for_sglang(self) -> HeadReference:
+        """Before SGLang loads it."""
+        weights = load_file(self.head / "head.safetensors")
+        save_file({**weights, "fc.bias": torch.zeros(SINGLE.hidden)}, self.head / "head.safetensors")
+        config = json.loads((self.head / "config.json").read_text())
+        (self.head / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLMEagle"]}))
+        return self
+
+    def _make(self, size: Size) -> Any:
+        kind = transformers.Qwen2ForCausalLM if self._method == "mtp" else LlamaForCausalLM
+        model = kind(kind.config_class(rms_norm_eps=1e-5, **_sizes(size)))
+        with torch.no_grad():
+            table = model.model.embed_tokens.weight
+            table /= table.square().mean(1, keepdim=True).sqrt()  # EAGLE's layer does not norm what it gets
+            model.model.layers[0].self_attn.o_proj.weight *= 8
+        return model
+
+    def _save_head(self) -> None:
+        layer = {name: weight.clone() for name, weight in self._model.model.layers[0].state_dict().items()}
+        norm = layer["input_layernorm.weight"]  # ones, as all others
+        token = torch.eye(len(norm))
+        nothing = torch.zeros_like(token)
+        config = json.loads((self.path / "config.json").read_text())
+        if self._method == "eagle":
+            del layer["input_layernorm.weight"]
+            weights = {f"layers.0.{name}": weight for name, weight in layer.items()}
+            weights["fc.weight"] = torch.cat([token, nothing], dim=1)
+        elif self._method == "eagle3":
+            for name in ("q", "k", "v"):
+                own = layer[f"self_attn.{name}_proj.weight"]
+                layer[f"self_attn.{name}_proj.weight"] = torch.cat([own, torch.zeros_like(own)], dim=1)
+            weights = {f"midlayer.{name}": weight for name, weight in layer.items()}
+            weights.update({"midlayer.hidden_norm.weight": norm.clone(), "norm.weight": norm.clone()})
+            weights["fc.weight"] = nothing
+            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [SINGLE.layers]}
+        else:
+            layer["input_proj.weight"] = torch.cat([nothing, token], dim=1)
+            layer.update({f"{name}_layernorm.weight": norm.clone() for name in ("token", "hidden", "final")})
+            weights = {f"model.mtp_layers.0.{name}": weight for name, weight in layer.items()}
+            config.update(architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
+        self.head.mkdir(exist_ok=True)
+        save_file(weights, self.head / "head.safetensors")
+        (self.head / "config.json").write_text(json.dumps(config))
 
 
 class ExpertReference(Reference):

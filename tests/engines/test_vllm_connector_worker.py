@@ -111,10 +111,11 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
         ),
         (engine(pipeline_parallel_size=2), cache_config(WINDOW, attention()), "pipeline .* several groups of layers"),
         (
-            with_speculation("eagle"),
+            with_speculation("dflash"),
             cache_config(attention()),
-            'speculative decoding by eagle: .*never run; ask for it by name: "untried": "speculative"',
+            'speculative decoding by dflash: .*never run; ask for it by name: "untried": "speculative"',
         ),
+        (with_speculation("mtp"), cache_config(attention(), state()), "by mtp with layers that keep a state: .*never"),
         (
             engine(),
             cache_config(attention(), attention(ChunkedLocalAttentionSpec, attention_chunk_size=64)),
@@ -231,8 +232,9 @@ def test_kinds_of_layers_that_were_never_run_are_served_to_who_asks_for_them(kin
 
 
 def test_speculation_that_was_never_run_is_served_to_who_asks_for_it() -> None:
-    check_supported(with_speculation("eagle", untried="speculative"), cache_config(attention()))
-    for served in ("draft_model", "ngram", "ngram_gpu", "suffix"):
+    check_supported(with_speculation("dflash", untried="speculative"), cache_config(attention()))
+    check_supported(with_speculation("mtp", untried="speculative"), cache_config(attention(), state()))
+    for served in ("draft_model", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", "suffix"):
         check_supported(with_speculation(served), cache_config(attention()))
 
 

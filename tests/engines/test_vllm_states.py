@@ -1,7 +1,7 @@
-"""States of layers that keep no tokens, and caches beside latents, byte by byte: two ranks over made-up memory as vLLM
-lays it out, and no engine.
+"""States of layers that keep no tokens, and windows of latents, and caches beside them, byte by byte: two ranks over
+made-up memory as vLLM lays it out, and no engine.
 
-For kinds of states that no engine was run with; test_vllm_recurrent.py has real engines.
+For kinds of layers that no engine was run with; test_vllm_recurrent.py has real engines.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
@@ -138,6 +139,29 @@ def test_what_layers_keep_beside_their_latents_arrives_with_them() -> None:
         expected = torch.zeros_like(sent)
         expected[9], expected[4] = sent[1], sent[2]
         assert torch.equal(theirs.memory[name], expected)
+
+
+def test_windows_of_latents_arrive_and_no_byte_beside_them() -> None:
+    """In blocks of their own numbers, in the same memory: of the window there are fewer."""
+    window = SlidingWindowMLASpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32, sliding_window=BLOCK
+    )
+    sides = []
+    for _ in range(2):
+        memory = torch.zeros(LAYERS, BLOCKS, LATENT.page_size_bytes, dtype=torch.uint8)
+        caches = {f"{group}.{layer}": memory[layer].view(torch.float32) for group in "aw" for layer in range(LAYERS)}
+        groups = [
+            KVCacheGroupSpec([f"{group}.{layer}" for layer in range(LAYERS)], spec)
+            for group, spec in (("w", window), ("a", LATENT))
+        ]
+        pools = pools_of(caches, worker(mla=True), KVCacheConfig(BLOCKS, [], groups, kv_cache_layout="LBHNC"), 0)
+        sides.append(SimpleNamespace(memory=memory, pools=pools))
+    ours, theirs = sides
+    ours.memory.random_(1, 256)
+    assert handed_over(ours, theirs, {"kv": (9, 4), "swa-1": (11,)}, {"kv": (1, 2), "swa-1": (5,)}) is None
+    expected = torch.zeros_like(theirs.memory)
+    expected[:, [9, 4, 11]] = ours.memory[:, [1, 2, 5]]
+    assert torch.equal(theirs.memory, expected)
 
 
 def test_decode_may_want_nothing_of_one_pool() -> None:

@@ -35,6 +35,12 @@ class VllmEngine(Engine):
             **more,
         }
 
+    def accepted(self) -> int:
+        """Tokens of drafts that were the model's own, so far, where it counts them (disable_log_stats)."""
+        asked = self._ask("accepted")
+        asked.result()
+        return int(asked.value)
+
     def reason(self) -> str:
         """What the last line of its log about a hand-off that failed says."""
         lines = [line for line in self.log().splitlines() if "kvgrpc: hand-off of request" in line]

@@ -65,6 +65,13 @@ class VllmWorker(Worker):
             answered = output.kv_transfer_params
         return {"tokens": [list(each.token_ids) for each in output.outputs], "answered": answered}
 
+    async def _accepted(self, message: dict[str, Any]) -> int:
+        """Tokens of drafts that were the model's own, so far."""
+        from vllm.v1.metrics.reader import get_metrics_snapshot
+
+        counted = {metric.name: getattr(metric, "value", 0) for metric in get_metrics_snapshot()}
+        return int(counted["vllm:spec_decode_num_accepted_tokens"])
+
     async def _used(self, message: dict[str, Any]) -> int:
         return 0
 

@@ -15,8 +15,8 @@ from kvgrpc.errors import FeatureDisabled
 UNTRIED, _VARIABLE = "untried", "KVGRPC_UNTRIED"
 PIPELINE, SPECULATIVE = "pipeline", "speculative"
 
-# A draft model's layers were seen to be handed over; the others have none.
-_SERVED_SPECULATION = frozenset({"draft_model", "ngram", "ngram_gpu", "suffix"})
+# Layers of a draft model or head were seen to be handed over; the others have none.
+_SERVED_SPECULATION = frozenset({"draft_model", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", "suffix"})
 
 
 def check_supported(config: Any, kv_cache_config: Any) -> None:
@@ -29,12 +29,13 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
     # vLLM says the platform's own device where nobody chose one.
     buffered = getattr(config.kv_transfer_config, "kv_buffer_device", current_platform.device_type)
     speculation = getattr(getattr(config, "speculative_config", None), "method", None)
+    states = speculation is not None and any(has_state(spec) for spec in specs)
     refused = (
         (
             speculation is not None
-            and speculation not in _SERVED_SPECULATION
+            and (states or speculation not in _SERVED_SPECULATION)
             and SPECULATIVE not in _asked_for(config),
-            f"speculative decoding by {speculation}",
+            f"speculative decoding by {speculation}" + " with layers that keep a state" * states,
             "its layers would be handed over with the model's, but were never run",
             f'ask for it by name: "{UNTRIED}": "{SPECULATIVE}" in kv_connector_extra_config, on both sides',
         ),
