@@ -69,6 +69,12 @@ def in_storage_alone(engine: Engine, router: SyncClient, case: Case) -> bool:
     return (found.device_pages, found.host_pages, found.storage_pages) == (0, 0, PAGES)
 
 
+def came_of(router: SyncClient, operation: proto.CacheOperation) -> tuple[int, int]:
+    """Pages that it brought: used, and lost before."""
+    (found,) = [each for each in router.list_operations() if each.operation_id == operation.operation_id]
+    return found.used_pages, found.wasted_pages
+
+
 def drive_out(engine: Engine, reference: Reference) -> None:
     for _ in range(DEVICE_AND_HOST_TOKENS // LONG_PROMPT + 4):
         ask(engine, reference.case(LONG_PROMPT, new_tokens=1))
@@ -90,6 +96,18 @@ def test_a_request_finds_what_a_router_brought_while_the_engine_was_idle(
         for path in away:
             path.rename(path.with_name(path.name.removesuffix("-away")))
     assert router.lookup(pages(stored)).device_pages == PAGES
+    wait_until(lambda: came_of(router, operation) == (PAGES, 0))
+
+
+def test_what_leaves_the_host_before_a_request_came_is_told(
+    engine: Engine, router: SyncClient, stored: Case, reference: Reference
+) -> None:
+    operation = ended(router, router.start_prefetch(pages(stored)))
+    half = reference.case(PAGES // 2 * PAGE + 3, prefix=stored.prompt[: PAGES // 2 * PAGE])
+    assert ask(engine, half).cached == PAGES // 2 * PAGE
+    wait_until(lambda: came_of(router, operation) == (PAGES // 2, 0))
+    drive_out(engine, reference)
+    wait_until(lambda: came_of(router, operation) == (PAGES // 2, PAGES // 2))
 
 
 def test_what_is_there_already_is_not_brought_again(router: SyncClient, stored: Case) -> None:

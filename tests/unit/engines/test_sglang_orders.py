@@ -333,7 +333,9 @@ class Registry:
 def test_orders_travel_with_the_requests_of_a_step_and_never_reach_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     registry, done = Registry(), list[CacheOrder]()
     order = CacheOrder(OrderKind.LOOK, "a", array("q", TOKENS).tobytes())
-    desk = SimpleNamespace(take=lambda: [order], do=done.extend, step=lambda: None, orders=None)
+    desk = SimpleNamespace(
+        take=lambda: [order], do=done.extend, step=lambda: None, note_loads=lambda: None, orders=None
+    )
     monkeypatch.setattr(Desk, "open", classmethod(lambda cls, scheduler, listen: desk))
     register_orders("127.0.0.1:0", registry, SimpleNamespace(AFTER="after", BEFORE="before"))
     assert registry.hooks["_broadcast_reqs_across_ranks"]("receiver", ["request"], ["abort"]) is None, "not open yet"

@@ -16,7 +16,9 @@ from collections import deque
 from typing import Any
 
 from kvgrpc.engines.sglang.cache.orders import TOKENS_OF_A_STEP, CacheOrder, OrderQueue, Told
+from kvgrpc.engines.sglang.cache.outcomes import BroughtPages
 from kvgrpc.engines.sglang.cache.served import SglangCache, TreeCounts
+from kvgrpc.observability.logging import RateLimited, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ def register_orders(listen: str, registry: Any, kinds: Any) -> None:
         return ((receiver, recv_reqs, [*(local_reqs or []), *orders]), {}) if orders else None
 
     def parted(scheduler: Any, recv_reqs: list[Any]) -> Any:
+        if desks:
+            desks[0].note_loads()
         orders = [each for each in recv_reqs if isinstance(each, CacheOrder)]
         if not orders:
             return None
@@ -68,10 +72,12 @@ class Desk:
     def __init__(self, tree: Any, wakes: Wakes | None = None) -> None:
         from kvgrpc.engines.sglang.cache.tree import TreeOrders
 
-        self.orders = TreeOrders(tree, self._tell)
+        self.outcomes = None if wakes is None else BroughtPages(tree, self._came_of)
+        self.orders = TreeOrders(tree, self._tell, self.outcomes)
         self.questions = OrderQueue((lambda: None) if wakes is None else wakes.wake)
         self.cache: SglangCache | None = None
         self._tree = tree
+        self._lines = RateLimited(logger)
         self._wakes = wakes
         self._counting: deque[concurrent.futures.Future[TreeCounts]] = deque()
 
@@ -98,6 +104,8 @@ class Desk:
         orders = self.questions.take()
         try:
             orders += self.cache.take(TOKENS_OF_A_STEP)
+            if self.outcomes is not None:
+                orders += self.outcomes.questions()
         except Exception as error:
             logger.error("kvgrpc: orders were not taken in this step: %s", error, exc_info=error)
         return orders
@@ -105,6 +113,14 @@ class Desk:
     def do(self, orders: list[CacheOrder]) -> None:
         for order in orders:
             self.orders.do(order)
+
+    def note_loads(self) -> None:
+        """SGLang has formed the batch of the step before."""
+        try:
+            if self.outcomes is not None:
+                self.outcomes.note_loads()
+        except Exception as error:
+            self._lines.exception("outcomes", f"kvgrpc: what became of pages is not known: {one_line(str(error))}")
 
     def step(self) -> None:
         """SGLang's tree has taken what its threads had done."""
@@ -131,6 +147,10 @@ class Desk:
                 self.cache.told(told)
             except Exception as error:
                 logger.error("kvgrpc: nobody was told of order %s: %s", told.number, error, exc_info=error)
+
+    def _came_of(self, number: str, used: int, lost: int) -> None:
+        if self.cache is not None:
+            self.cache.came_of(number, used, lost)
 
     def _count_pages(self) -> TreeCounts:
         tree = self._tree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import threading
 import time
 import uuid
@@ -13,7 +14,14 @@ from typing import Any
 from kvgrpc.engines.sglang.cache.orders import MAX_TOKENS, CacheOrder, OrderKind, OrderQueue, Told
 from kvgrpc.engines.sglang.cache.prompts import KnownPrompts, PromptTokens
 from kvgrpc.engines.sglang.cache.stored import StoredPages
-from kvgrpc.errors import Failure, FeatureDisabled, PeerUnreachable, StorageFailed, TooManyRequests
+from kvgrpc.errors import (
+    Failure,
+    FeatureDisabled,
+    OperationNotFound,
+    PeerUnreachable,
+    StorageFailed,
+    TooManyRequests,
+)
 from kvgrpc.model import RankRef, Role, Tier
 from kvgrpc.prefetch.agreement.leader import LeaderAgreement
 from kvgrpc.prefetch.model import (
@@ -52,7 +60,8 @@ class TreeCounts:
 
 
 class SglangCache:
-    """The ServedCache of a replica's leading rank; ``take`` and ``told`` are for the scheduler's thread.
+    """The ServedCache of a replica's leading rank; ``take``, ``told`` and ``came_of`` are for the scheduler's
+    thread.
 
     ``count``: asks that thread for its counts. ``stored``: None where SGLang's third tier is no backend of kvgrpc's.
     """
@@ -257,6 +266,13 @@ class SglangCache:
             return
         self._orders.tell(operation, **news)
         self._orders.end(operation, told.state, told.stop, _failure(told.error))
+
+    def came_of(self, number: str, used: int, lost: int) -> None:
+        """Of the tokens that an order brought so many more were used, and are lost."""
+        with contextlib.suppress(OperationNotFound):  # it is remembered for a while only
+            operation = self.book.get(number)
+            used, lost = operation.used + self._pages(used), operation.wasted + self._pages(lost)
+            self._orders.tell(operation, used=used, wasted=lost)
 
     def _cuts(self) -> list[CacheOrder]:
         late = [each for each in self._taken.values() if each.operation_id not in self._cut]

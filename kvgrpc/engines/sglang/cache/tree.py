@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPref
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvgrpc.engines.sglang.cache.orders import CacheOrder, OrderKind, Told
+from kvgrpc.engines.sglang.cache.outcomes import BroughtPages
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.model import OperationState, Stop
 from kvgrpc.prefetch.protocol.operation import state_of
@@ -58,11 +59,13 @@ class _Pin:
 
 
 class TreeOrders:
-    """Of one scheduler process. ``tell`` hears what became of orders; it must not block."""
+    """Of one scheduler process. ``tell`` hears what became of orders; it must not block. ``outcomes``: of the leading
+    rank, which follows the pages further."""
 
-    def __init__(self, tree: Any, tell: Tell) -> None:
+    def __init__(self, tree: Any, tell: Tell, outcomes: BroughtPages | None = None) -> None:
         self._tree = tree
         self._tell = tell
+        self._outcomes = outcomes
         self._fetching: dict[str, _Fetching] = {}
         self._writing: dict[str, _Writing] = {}
         self._pins: dict[str, _Pin] = {}
@@ -113,9 +116,13 @@ class TreeOrders:
         self._writing.clear()
         for number in ended:
             self._tell(Told(number, OperationState.CANCELLED, Stop.SHUT_DOWN))
+        if self._outcomes is not None:
+            self._outcomes.forget()
 
     def _look(self, order: CacheOrder) -> None:
         match = self._match(order)
+        if self._outcomes is not None and self._outcomes.found(order.number, match.last_host_node, _near(match)):
+            return
         self._tell(Told(order.number, device=match.device_prefix_len, near=_near(match)))
 
     def _prefetch(self, order: CacheOrder) -> None:
@@ -173,7 +180,10 @@ class TreeOrders:
     def _end_of(self, fetching: _Fetching, landed: bool) -> Told:
         """SGLang has ended it: what of the prompt a request finds now, which is what counts."""
         number, hit, stop = fetching.order.number, fetching.operation.storage_hit_count, fetching.stop
-        there = min(_near(self._match(fetching.order)), fetching.whole)
+        match = self._match(fetching.order)
+        there = min(_near(match), fetching.whole)
+        if landed and self._outcomes is not None:
+            self._outcomes.follow(fetching.order, match.last_host_node, fetching.near, there)
         if stop is Stop.NONE and not landed:
             # It lets go of one that brought nothing: storage had too little, or the host no room.
             stop = Stop.BELOW_THRESHOLD if hit < fetching.threshold else Stop.CAPACITY
