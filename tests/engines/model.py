@@ -62,6 +62,11 @@ class Reference:
         self.path = self.path.rename(self.path.with_name(name))
         return self.path
 
+    def configure(self, **more: Any) -> None:
+        """What an engine reads of it, before it does."""
+        file = self.path / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+
     def random_token(self) -> int:
         return self._draw.randrange(3, VOCABULARY)
 
@@ -101,11 +106,8 @@ class WindowReference(Reference):
 
     def for_vllm(self, **more: Any) -> WindowReference:
         """Before vLLM loads it, where these layers are a group of their own."""
-        file = self.path / "config.json"
-        config = json.loads(file.read_text())
-        config.update(more)
-        config["sliding_window"] = WINDOW - 1  # here it counts the tokens before the one that sees them
-        file.write_text(json.dumps(config))
+        # Here it counts the tokens before the one that sees them.
+        self.configure(**more, sliding_window=WINDOW - 1)
         return self
 
     def _make(self, size: Size) -> Any:
@@ -202,12 +204,26 @@ class LatentReference(Reference):
 
 class RecurrentReference(Reference):
     """Every other layer keeps, instead of its tokens, one state of a fixed size. ``kind``: as vLLM calls such layers,
-    GDN_ATTN (a Qwen 3.5), MAMBA2 (a Granite 4) or SHORT_CONV (an LFM 2).
+    GDN_ATTN (a Qwen 3.5), MAMBA2 (a Granite 4) or SHORT_CONV (an LFM 2); or KDA (a Kimi Linear, its others are MLA).
     """
 
     def __init__(self, folder: Path, kind: str, seed: int = 0) -> None:
         self._kind = kind
         super().__init__(folder, WINDOWED, seed)
+
+    def for_sglang(self) -> RecurrentReference:
+        """Before SGLang loads it, which reads what the models' authors wrote, not what transformers writes."""
+        if self._kind == "GDN_ATTN":
+            self.configure(full_attention_interval=2)
+        if self._kind == "KDA":
+            layers = range(1, WINDOWED.layers + 1)
+            which = {"kda_layers": [*layers[::2]], "full_attn_layers": [*layers[1::2]]}
+            delta = {"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4, **which}
+            self.configure(linear_attn_config=delta, num_experts=None)
+            file = self.path / "model.safetensors"  # where these are the layers without experts too
+            weights = {name.replace(".block_sparse_moe.", ".mlp."): own for name, own in load_file(file).items()}
+            save_file(weights, file, {"format": "pt"})
+        return self
 
     def _make(self, size: Size) -> Any:
         kinds = ["conv" if self._kind == "SHORT_CONV" else "linear_attention", "full_attention"] * (size.layers // 2)
@@ -222,6 +238,11 @@ class RecurrentReference(Reference):
             granite.update(num_local_experts=0, shared_intermediate_size=2 * size.hidden)
             config = transformers.GraniteMoeHybridConfig(**{**common, **wide, **granite}, attention_multiplier=0.25)
             return transformers.GraniteMoeHybridForCausalLM(config)
+        if self._kind == "KDA":
+            latents = {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
+            latents.update(num_key_value_heads=size.heads, pad_token_id=0)
+            delta = {"linear_head_dim": 16, "linear_num_heads": 4, "mlp_layer_types": ["dense"] * size.layers}
+            return transformers.KimiLinearForCausalLM(transformers.KimiLinearConfig(**{**common, **latents, **delta}))
         state = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
         width = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 64}
         return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**common, **state, **width))

@@ -161,7 +161,7 @@ def test_what_was_never_run_is_served_to_who_asks_for_it_by_name(
     given = SimpleNamespace(**{**vars(kv_args()), "num_draft_entries": drafts})
     with pytest.raises(FeatureDisabled, match=f"never run.*KVGRPC_UNTRIED={word}"):
         limits.check_supported(given)
-    monkeypatch.setenv(limits.UNTRIED, f"mamba,{word}")
+    monkeypatch.setenv(limits.UNTRIED, f"dsa,{word}")
     limits.check_supported(given)
 
 
@@ -180,16 +180,24 @@ def test_several_tokenizers_are_served_by_the_route_over_sglangs_own_name(settin
 def test_sliding_windows_in_a_pool_of_their_own_are_served(settings: dict[str, dict[str, Any]]) -> None:
     limits.check_supported(kv_args(StateType.SWA, layout="nhd"))
     settings["memory"]["enable_unified_memory"] = True
-    with pytest.raises(FeatureDisabled, match=r"--enable-unified-memory with sliding windows .*one buffer; leave it"):
+    with pytest.raises(FeatureDisabled, match=r"--enable-unified-memory with sliding windows, .*one buffer; leave it"):
         limits.check_supported(kv_args(StateType.SWA, layout="nhd"))
+
+
+def test_a_state_a_request_is_served_beside_windows_too(settings: dict[str, dict[str, Any]]) -> None:
+    limits.check_supported(kv_args(StateType.MAMBA))
+    limits.check_supported(kv_args(StateType.MAMBA, StateType.SWA, layout="nhd"))
+    settings["memory"]["enable_unified_memory"] = True
+    with pytest.raises(FeatureDisabled, match=r"--enable-unified-memory with .*states .*one buffer; leave it"):
+        limits.check_supported(kv_args(StateType.MAMBA))
 
 
 @pytest.mark.parametrize(
     ("states", "names"),
     [
-        ((StateType.MAMBA,), "mamba"),
+        ((StateType.MAMBA, StateType.DSA), "dsa"),
         ((StateType.DSA, StateType.DSA, StateType.DSA_TAIL), "DSA_TAIL, dsa"),
-        ((StateType.MAMBA, StateType.SWA), "mamba,swa"),
+        ((StateType.MAMBA, StateType.SWA), "swa"),
     ],
 )
 def test_states_that_were_never_handed_over_are_served_to_who_asks_for_them(
@@ -204,10 +212,10 @@ def test_states_that_were_never_handed_over_are_served_to_who_asks_for_them(
 @pytest.mark.parametrize(
     ("states", "layout"),
     [
-        *(((state,), None) for state in StateType),
+        *(((state,), None) for state in StateType if state is not StateType.MAMBA),
         ((StateType.SWA,), "hnd"),
         ((StateType.SWA, StateType.BLOCK_SCALE_SWA), "nhd"),
-        ((StateType.MAMBA, StateType.SWA), "nhd"),
+        ((StateType.MAMBA, StateType.DSA), "nhd"),
     ],
     ids=lambda given: "+".join(state.value for state in given) if isinstance(given, tuple) else str(given),
 )
@@ -215,7 +223,7 @@ def test_every_other_state_beside_the_kv_cache_is_refused_by_its_name(
     settings: dict[str, dict[str, Any]], states: tuple[StateType, ...], layout: str | None
 ) -> None:
     names = ", ".join(state.value for state in states)
-    with pytest.raises(FeatureDisabled, match=rf"state besides the KV cache \({names}\): .*sliding windows alone"):
+    with pytest.raises(FeatureDisabled, match=rf"state besides the KV cache \({names}\): .*alone were ever run"):
         limits.check_supported(kv_args(*states, layout=layout))
 
 

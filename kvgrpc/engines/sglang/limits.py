@@ -9,10 +9,10 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_parallel, get_serving
 
 from kvgrpc.engines.sglang.plugin import BACKEND
-from kvgrpc.engines.sglang.rank import is_plain_window, kind_of
+from kvgrpc.engines.sglang.rank import STATE_A_REQUEST, is_plain_window, kind_of
 from kvgrpc.errors import FeatureDisabled
 
-# Kinds of state to hand over although nobody has seen it work, "mamba,dsa", pipeline stages of decode, and what else
+# Kinds of state to hand over although nobody has seen it work, "dsa,dsa_tail", pipeline stages of decode, and what else
 # was never run.
 UNTRIED, PIPELINE = "KVGRPC_UNTRIED", "pipeline"
 SPECULATIVE, CHECKSUM, OPTIMISTIC = "speculative", "checksum", "optimistic"
@@ -29,12 +29,13 @@ def check_supported(kv_args: Any) -> None:
         (
             bool(untried),
             f"state besides the KV cache ({', '.join(state.value for state in states)})",
-            "of such pools that of sliding windows alone, in pages of tokens and heads, was ever run",
+            "of such pools those of sliding windows, in pages of tokens and heads, and of one state a request (mamba) "
+            "alone were ever run",
             f"set {UNTRIED}={','.join(untried)} on both sides, or use another transfer backend",
         ),
         (
             (bool(states) or parallel.pp_size > 1) and has(get_memory(), "enable_unified_memory"),
-            "--enable-unified-memory with sliding windows or --pp-size above 1",
+            "--enable-unified-memory with sliding windows, states or --pp-size above 1",
             "pages of both pools lie in one buffer",
             "leave it out",
         ),
@@ -170,7 +171,8 @@ def is_set(variable: str) -> bool:
 def _untried(kv_args: Any) -> set[str]:
     """Kinds of state that nobody has seen handed over, by SGLang's words."""
     states = enumerate(getattr(kv_args, "state_types", ()))
-    return {kind_of(state) for place, state in states if not is_plain_window(kv_args, place)}
+    kinds = {kind_of(state) for place, state in states if not is_plain_window(kv_args, place)}
+    return kinds - {STATE_A_REQUEST}
 
 
 def _asked_for() -> set[str]:

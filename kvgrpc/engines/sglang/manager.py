@@ -52,7 +52,8 @@ class KvGrpcManager(BaseKVManager):
         self.attempt = 0
         role = Role.PREFILL if disaggregation_mode is DisaggregationMode.PREFILL else Role.DECODE
         check_supported(args)
-        place = _place(role, args, bool(is_mla_backend))
+        # Where half of the layers keep states SGLang says only there that the others keep latents (Kimi Linear).
+        place = _place(role, args, bool(is_mla_backend) or bool(getattr(args, "is_hybrid_mla_backend", False)))
         self.rank = open_rank(rank_config(args, place, _shared_plane(place.local_ip)))
         # A PrefillManager or a DecodeManager, as the class that SGLang makes on this one expects.
         self.transfer: Any = self.rank.transfer

@@ -16,7 +16,7 @@ from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, PoolKind, R
 from kvgrpc.net import split
 from kvgrpc.server import AuxBuffer, RankConfig, settings
 
-SLIDING_WINDOW = "swa"
+SLIDING_WINDOW, STATE_A_REQUEST = "swa", "mamba"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,131 @@
+"""A model of which SGLang keeps, for half of the layers, one state a request instead of its tokens (``mamba``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvgrpc.client import SyncClient
+from kvgrpc.v1 import common_pb2 as pb
+from tests.engines.engine import PAGE, Pair
+from tests.engines.model import COMPILING_SECONDS, Case, RecurrentReference
+from tests.engines.stages import rank_address
+
+pytestmark = pytest.mark.timeout(700)
+ON_CPU = {
+    "SGLANG_ON_CPU_PLUGIN": "tests.engines.sglang_recurrent_on_cpu:register",
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
+}
+CHUNK = 64
+# Of a layer: what the convolution remembers of its last tokens, and the state itself.
+STATE_BYTES = {
+    "GDN_ATTN": (4 * 3 * (2 * 2 * 16 + 4 * 16), 4 * 4 * 16 * 16),
+    "KDA": (4 * 3 * 3 * 4 * 16, 4 * 4 * 16 * 16),
+    "MAMBA2": (4 * 3 * (128 + 2 * 16), 4 * 128 * 16),
+    "SHORT_CONV": (4 * 3 * 64,),
+}
+# A prefix cache takes the states of short convolutions with pages of one token alone, those of Mamba 2 not on a CPU.
+PAGES = {"SHORT_CONV": 1}
+KINDS = [("SHORT_CONV", True), ("MAMBA2", False)]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of both engines. ``caches``: they keep prefixes, with the states at their ends."""
+
+    kind: str
+    caches: bool
+    reference: RecurrentReference
+    pair: Pair
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda param: f"{param[0]}{'' if param[1] else ' without prefixes'}")
+def setting(request: pytest.FixtureRequest, folder: Path) -> Iterator[Setting]:
+    kind, caches = request.param
+    reference = RecurrentReference(folder / f"{kind}-{caches}", kind).for_sglang()
+    common: dict[str, Any] = {"max_mamba_cache_size": 48}
+    common.update({"page_size": PAGES.get(kind, PAGE)} if caches else {"disable_radix_cache": True})
+    decode = {**common, **({"disaggregation_decode_enable_radix_cache": True} if caches else {})}
+    pair = Pair(folder, reference.path, environment=ON_CPU, prefill=common, decode=decode)
+    pair.wait_ready()
+    try:
+        case = reference.case(40)
+        # With the first request torch compiles the model's norms, on either side.
+        assert [half.result(COMPILING_SECONDS) for half in pair.submit(case.prompt, len(case.tokens))][1] == case.tokens
+        yield Setting(kind, caches, reference, pair)
+    finally:
+        pair.close()
+
+
+@pytest.fixture
+def pair(setting: Setting) -> Pair:
+    return setting.pair
+
+
+@pytest.fixture
+def recurrent(setting: Setting) -> RecurrentReference:
+    return setting.reference
+
+
+def check(pair: Pair, case: Case) -> None:
+    prefill, decode = pair.submit(case.prompt, len(case.tokens))
+    assert decode.result() == case.tokens
+    assert prefill.result() == case.tokens[:1]
+
+
+@pytest.mark.parametrize(
+    "length", [1, 2, 3, 4, PAGE, PAGE + 1, CHUNK, CHUNK + 1, 129, 300], ids=lambda length: f"{length} tokens"
+)
+def test_tokens_are_those_of_transformers(pair: Pair, recurrent: RecurrentReference, length: int) -> None:
+    check(pair, recurrent.case(length, new_tokens=12))
+
+
+def test_both_ranks_say_that_they_have_a_pool_of_states(setting: Setting) -> None:
+    for engine in (setting.pair.prefill, setting.pair.decode):
+        with SyncClient(rank_address(engine)) as client:
+            kv, states = client.get_rank().pools
+        assert (kv.name, kv.kind, states.name, states.kind) == ("kv", pb.POOL_KIND_KV, "mamba", pb.POOL_KIND_STATE)
+        latents = setting.kind == "KDA"
+        # Of two layers latents, the same in each rank, or keys and values of heads.
+        assert (len(kv.regions), kv.heads_total > 0) == ((2, False) if latents else (4, True))
+        expected = [size for size in STATE_BYTES[setting.kind] for _ in range(2)]
+        assert [region.page_bytes for region in states.regions] == expected
+        assert states.page_tokens == 0
+
+
+def test_requests_at_once_keep_their_states_apart(pair: Pair, recurrent: RecurrentReference) -> None:
+    cases = [recurrent.case(length) for length in (20, 40, 60, 80, 100, 120)]
+    halves = [pair.submit(case.prompt, len(case.tokens)) for case in cases]
+    assert [decode.result() for _, decode in halves] == [case.tokens for case in cases]
+    assert pair.prefill.is_empty() and pair.decode.is_empty()
+
+
+def test_a_prompt_that_continues_another_has_the_right_tokens(pair: Pair, recurrent: RecurrentReference) -> None:
+    """Whatever SGLang's caches keep of the first one; with its state they keep all of it, or what a chunk ended."""
+    first = recurrent.case(2 * CHUNK)
+    check(pair, first)
+    check(pair, first)
+    check(pair, recurrent.case(3 * CHUNK + 3, prefix=first.prompt))
+    assert pair.prefill.is_empty()
+    check(pair, recurrent.case(4 * CHUNK + 3, prefix=first.prompt))  # of which decode may hold a part
+    assert pair.decode.is_empty()
+
+
+def test_a_hand_off_that_is_given_up_leaves_no_state_behind(pair: Pair, recurrent: RecurrentReference) -> None:
+    """At decode while prefill was not asked, and at either side while chunks are under way."""
+    waiting = pair.submit_to_decode(recurrent.case(100).prompt, 8)
+    assert not waiting.wait(0.5)
+    pair.decode.abort(waiting)
+    halves = [pair.submit(recurrent.case(300).prompt, 8) for _ in range(2)]
+    pair.decode.abort(halves[0][1])
+    pair.prefill.abort(halves[1][0])
+    for request in (waiting, *halves[0], *halves[1]):
+        assert request.wait()
+    cases = [recurrent.case(length) for length in (1, 50, 150, 250)]
+    halves = [pair.submit(case.prompt, len(case.tokens)) for case in cases]
+    assert [decode.result() for _, decode in halves] == [case.tokens for case in cases]
+    assert pair.prefill.is_empty() and pair.decode.is_empty()
