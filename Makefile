@@ -9,10 +9,12 @@ ENGINE_CLASSES := tests/integration/test_events_engine_classes.py
 # Real engines that test-engines and bench-engines run.
 ENGINES ?= sglang vllm
 # Parts of test-engines, each to be below 20 minutes on two cores: of either engine the tests of these names, and in the
-# first part all others.
+# first part all others. Behind them `versions`: what other releases of the engines are run with.
 ENGINE_PARTS := handoffs deployments faults slowness caches pulls models speculation recurrent parallel
-$(if $(filter-out $(ENGINE_PARTS),$(PART)),$(error PART is one of $(ENGINE_PARTS)))
-deployments := _deployment _from_sglang _serve _two_step
+$(if $(filter-out $(ENGINE_PARTS) versions,$(PART)),$(error PART is one of $(ENGINE_PARTS) versions))
+PARTS := $(if $(VERSION),versions,$(if $(ARGS),all,$(or $(PART),$(ENGINE_PARTS) versions)))
+RUN := $(filter-out versions,$(PARTS))
+deployments := _deployment _from_sglang _serve _two_step _unasked
 faults := _faults _held _router
 slowness := _held_interpreter _load
 caches := _events _hicache _hierarchical _offloading _plugin _prefetch _tier _warmed_prefill
@@ -22,8 +24,12 @@ speculation := _speculative
 recurrent := _recurrent
 parallel := _attention_data_parallel _data_parallel _pipeline _tensor_parallel _unequal
 tests_of = $(if $($(2)),$(wildcard $($(2):%=tests/engines/test_$(1)%.py)),$(filter-out $(foreach part,$(filter-out handoffs,$(ENGINE_PARTS)),$(call tests_of,$(1),$(part))),$(wildcard tests/engines/test_$(1)*.py)))
+# Releases beside those of the locks, each in an environment of its own, and their tests.
+sglang_versions := 0.5.21 0.5.22
+vllm_versions := 0.31.0 0.32.0
+of_version = $(foreach of,.py _doctor.py _unasked.py,tests/engines/test_$(1)$(of))
 # vLLM's tests of what an SGLang has computed start both: without SGLang's environment they would be skipped.
-with_sglang = $(if $(ARGS),,$(filter %_sglang.py,$(foreach part,$(or $(PART),$(ENGINE_PARTS)),$(if $(filter vllm,$(ENGINES)),$(call tests_of,vllm,$(part))))))
+with_sglang = $(if $(ARGS),,$(filter %_sglang.py,$(foreach part,$(RUN),$(if $(filter vllm,$(ENGINES)),$(call tests_of,vllm,$(part))))))
 # Without a file pytest would run all tests there are.
 engine_pytest = $(if $(2),$(PYTEST) .venv-$(1)/bin/python -m pytest $(2),echo "no tests of $(1)")
 # What each part of the tests ends with.
@@ -60,7 +66,7 @@ PYTEST := env -u http_proxy -u https_proxy -u HTTP_PROXY -u HTTPS_PROXY
 # The whole request trace, where it is at hand; a sample is committed.
 test-all bench: export TEST_TRACE ?= $(wildcard ../shared/traces/conversation_trace.jsonl)
 
-.PHONY: help demo test test-all test-engines test-nixl test-suites $(SUITES:%=test-%) soak mutants coverage test-clients clients $(CLIENTS) native bench bench-engines docs release-check gen lint types style contract contract-protobuf6 contract-protobuf7 lock clean worlds
+.PHONY: help demo test test-all test-engines test-install test-nixl test-suites $(SUITES:%=test-%) soak mutants coverage test-clients clients $(CLIENTS) native bench bench-engines docs release-check gen lint types style contract contract-protobuf6 contract-protobuf7 lock clean worlds
 .PHONY: contract-quick integration types-beside style-beside others untimed suites suites-beside
 
 help:  ## What there is.
@@ -125,12 +131,18 @@ test-all: lint test-clients  ## The same with the long tests.
 	@$(BIN)/python -m pytest $(SLOWEST) $(or $(ARGS),--ignore=tests/contract)
 	@$(if $(ARGS),,$(MAKE) contract SLOW=yes)
 
-test-engines:  ## Real engines, prefill and decode, over kvgrpc: tokens, faults, restarts (ENGINES=vllm; PART=faults; ARGS as in test).
-	@for engine in $(sort $(ENGINES) $(if $(with_sglang),sglang)); do .ci/setup $$engine; done
-	@$(foreach engine,$(ENGINES),$(foreach part,$(if $(ARGS),all,$(or $(PART),$(ENGINE_PARTS))),\
+test-engines:  ## Real engines, prefill and decode, over kvgrpc: tokens, faults, restarts (ENGINES=vllm; PART=faults; VERSION=0.31.0; ARGS as in test).
+	@$(if $(VERSION),$(if $(filter 1,$(words $(ENGINES))),,$(error VERSION is that of one engine: say ENGINES=sglang or ENGINES=vllm)))
+	@$(if $(RUN),for engine in $(sort $(ENGINES) $(if $(with_sglang),sglang)); do .ci/setup $$engine; done)
+	@$(foreach engine,$(ENGINES),$(foreach part,$(RUN),\
 	  $(call engine_pytest,$(engine),$(or $(ARGS),$(strip $(call tests_of,$(engine),$(part)) $(if $(filter sglangcaches,$(engine)$(part)),$(ENGINE_CLASSES)))));))
-	@$(if $(ARGS),,$(if $(filter vllmcaches,$(ENGINES:%=%$(or $(PART),caches))),.ci/setup main; $(PYTEST) $(BIN)/python -m pytest $(ENGINE_CLASSES)))
-	@echo "kvgrpc engines: OK ($(ENGINES))"
+	@$(if $(filter vllmcaches,$(foreach part,$(RUN),$(ENGINES:%=%$(part)))),.ci/setup main; $(PYTEST) $(BIN)/python -m pytest $(ENGINE_CLASSES))
+	@$(if $(filter versions,$(PARTS)),$(foreach engine,$(ENGINES),$(foreach version,$(or $(VERSION),$($(engine)_versions)),\
+	  .ci/setup $(engine) $(version); $(call engine_pytest,$(engine)-$(version),$(or $(ARGS),$(call of_version,$(engine))));)))
+	@echo "kvgrpc engines: OK ($(ENGINES)$(VERSION:%= %))"
+
+test-install:  ## The lines of Install in docs/engines, typed into an empty environment: 11 GB an engine (ENGINES=vllm for one).
+	@.ci/install-pages $(ENGINES)
 
 test-nixl:  ## The suites of storage backends with the real NIXL, in an environment of its own.
 	@.ci/setup nixl

@@ -44,7 +44,7 @@ class Engine:
 SGLANG = Engine(
     title="SGLang",
     package="sglang",
-    tried=("0.5.22", "0.5.23"),
+    tried=("0.5.21", "0.5.22", "0.5.23"),
     instead="use another transfer backend",
     needs={
         HAND_OFFS: {
@@ -134,7 +134,7 @@ SGLANG = Engine(
 VLLM = Engine(
     title="vLLM",
     package="vllm",
-    tried=("0.31.0", "0.33.0"),
+    tried=("0.31.0", "0.32.0", "0.33.0"),
     instead="use another kv_connector",
     needs={
         HAND_OFFS: {

@@ -99,6 +99,14 @@ def kv_args(*states: StateType, layout: str | None = None) -> Any:
     return SimpleNamespace(state_types=list(states), swa_kv_cache_layout=layout)
 
 
+def test_what_an_older_sglang_has_by_default_is_served(
+    settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "default_of", lambda setting: 0.0)
+    settings["disagg"]["disaggregation_decode_host_receive_threshold"] = 0.0
+    limits.check_supported(kv_args())
+
+
 def test_the_settings_have_the_names_of_sglangs_arguments() -> None:
     places = namespace_of(ServerArgs)
     for where in ("disagg", "serving", "memory"):

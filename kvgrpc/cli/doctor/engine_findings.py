@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from kvgrpc.cli.doctor.finding import Finding
 from kvgrpc.engines.compatibility import ENGINES, is_tried, missing, version_of
 
-# vLLM and SGLang import torch, on a cold disk.
-LOOK_SECONDS = 180.0
+# vLLM and SGLang import torch, on a cold disk; the first time Python compiles all that they are made of.
+LOOK_SECONDS = 600.0
 # One thing that is missing is often the reason of others.
 _SHOWN = 3
 _ANSWER = "kvgrpc found: "

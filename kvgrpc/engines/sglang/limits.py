@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any
 
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_parallel, get_serving
+from sglang.srt.server_args import ServerArgs
 
 from kvgrpc.engines.sglang.plugin import BACKEND
 from kvgrpc.engines.sglang.rank import STATE_A_REQUEST, is_plain_window, kind_of
@@ -16,6 +18,7 @@ from kvgrpc.errors import FeatureDisabled
 # was never run.
 UNTRIED, PIPELINE = "KVGRPC_UNTRIED", "pipeline"
 SPECULATIVE, CHECKSUM, OPTIMISTIC = "speculative", "checksum", "optimistic"
+_HOST_THRESHOLD = "disaggregation_decode_host_receive_threshold"
 
 
 def check_supported(kv_args: Any) -> None:
@@ -94,9 +97,9 @@ def check_supported(kv_args: Any) -> None:
             "leave it out",
         ),
         (
-            has(disagg, "disaggregation_decode_host_receive_threshold", 1) < 1,
-            "--disaggregation-decode-host-receive-threshold "
-            + str(has(disagg, "disaggregation_decode_host_receive_threshold", 1)),
+            # The number that means "never" was 0 until 0.5.21, and is 1 since.
+            has(disagg, _HOST_THRESHOLD, default_of(_HOST_THRESHOLD)) != default_of(_HOST_THRESHOLD),
+            f"--disaggregation-decode-host-receive-threshold {has(disagg, _HOST_THRESHOLD)}",
             "a prompt comes to the pages of the device alone",
             "leave it out",
         ),
@@ -161,6 +164,12 @@ def check_supported(kv_args: Any) -> None:
 def has(settings: Any, name: str, otherwise: Any = False) -> Any:
     """Returns what SGLang has there; ``otherwise`` in a version that does not have the feature yet."""
     return getattr(settings, name, otherwise)
+
+
+def default_of(setting: str) -> Any:
+    """Returns what this SGLang does unless somebody says otherwise; None where it has no such setting."""
+    known = inspect.signature(ServerArgs).parameters.get(setting)
+    return known and known.default
 
 
 def is_set(variable: str) -> bool:

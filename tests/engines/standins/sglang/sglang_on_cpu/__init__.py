@@ -8,7 +8,7 @@ import importlib.machinery
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # SGLang imports these at module level.
@@ -35,6 +35,30 @@ def register() -> None:
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
     MooncakeKVSender.supports_host_tensor_indices = False
+
+    from sglang.srt.mem_cache.allocator import paged
+
+    if not hasattr(paged, "alloc_decode_naive"):  # 0.5.21 and older, which find pages by Triton alone
+        paged.alloc_extend_kernel = _Kernel(
+            lambda prefixes, lengths, last, free, out, _, page: paged.alloc_extend_naive(
+                prefixes, lengths, last, free, out, page, out.device
+            )
+        )
+        paged.alloc_decode_kernel = _Kernel(
+            lambda lengths, last, free, out, _, page: paged.alloc_extend_naive(
+                lengths - 1, lengths, last, free, out, page, out.device
+            )
+        )
+
+
+class _Kernel:
+    """A function in the place of one of Triton's, which is launched as ``kernel[grid](…)``."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self._function
 
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):

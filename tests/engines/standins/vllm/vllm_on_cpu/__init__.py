@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
+from typing import Any
 
 
 def prepare() -> None:
@@ -33,7 +35,23 @@ def register() -> None:
     # What vLLM's own Mooncake connector asks of an accelerator.
     torch.accelerator.current_device_index = lambda: 0
     type(current_platform).set_device = classmethod(lambda cls, device: None)
+    _put_arguments_in_order()
     more = os.environ.get("VLLM_ON_CPU_PLUGIN")
     if more:
         module, _, function = more.partition(":")
         getattr(importlib.import_module(module), function)()
+
+
+def _put_arguments_in_order() -> None:
+    """vLLM 0.32.0 calls what CPUs have for a Triton kernel by position, in its order: slots, size of blocks."""
+    from vllm.utils import cpu_triton_utils
+
+    name = "_compute_slot_mapping_kernel_impl"
+    kernel = getattr(cpu_triton_utils, name)
+    if list(inspect.signature(kernel).parameters)[6:8] != ["block_size", "slot_mapping"]:
+        return
+
+    def compute_slot_mapping(*launched: Any) -> None:
+        kernel(*launched[:6], launched[7], launched[6])
+
+    setattr(cpu_triton_utils, name, compute_slot_mapping)
