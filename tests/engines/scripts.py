@@ -76,10 +76,11 @@ def run(name: str, *arguments: str, environment: Mapping[str, str], timeout: flo
     return done.stdout
 
 
-def post(port: int, path: str, body: Mapping[str, Any], timeout: float = 60.0) -> Any:
-    request = urllib.request.Request(
-        f"http://{LOCAL}:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+def post(
+    port: int, path: str, body: Mapping[str, Any], timeout: float = 60.0, headers: Mapping[str, str] | None = None
+) -> Any:
+    headers = {"Content-Type": "application/json", **(headers or {})}
+    request = urllib.request.Request(f"http://{LOCAL}:{port}{path}", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=timeout) as answer:
         return json.load(answer)
 

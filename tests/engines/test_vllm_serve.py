@@ -18,15 +18,10 @@ from kvgrpc.client import SyncClient
 from tests.engines.engine import LOCAL
 from tests.engines.model import Reference
 from tests.engines.scripts import EXAMPLES, Script, get, post
-from tests.engines.vllm_engine import BLOCK, VllmEngine
+from tests.engines.vllm_engine import WITHOUT_GPU, VllmEngine
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(500)
-# docs/engines/vllm.md, "On a machine without a GPU".
-WITHOUT_GPU = (
-    f"--dtype float32 --block-size {BLOCK} --enforce-eager --max-num-seqs 8 --max-model-len 512"
-    " --num-gpu-blocks-override 129 --skip-tokenizer-init -cc.custom_ops+=none"
-).split()
 
 
 @dataclass
@@ -81,19 +76,33 @@ def test_a_completion_through_the_proxy_has_the_tokens_of_transformers(
     assert choice["token_ids"] == case.tokens
 
 
-def test_the_two_requests_of_vllms_toy_proxy_are_served(served: Served, reference: Reference) -> None:
-    """As it sent them to two servers that wrote them down; what prefill answers it gives to decode as it is. Decode
-    is told another prompt with the same last token, so that it has the right tokens by prefill's pages alone.
-    """
-    sent = json.loads((Path(__file__).parent / "recorded/toy_proxy.json").read_text())
-    assert sent["decode"]["kv_transfer_params"] == sent["answered"]
+RECORDED = Path(__file__).parent / "recorded"
+# Routers as they sent their two requests to servers that wrote them down; docs/lab/vllm.md says which versions.
+TWO_STEPS = ("toy_proxy", "llm_d_nixlv2", "production_stack")
+NAMING = ("llm_d_mooncake",)
+
+
+@pytest.mark.parametrize("router", [*TWO_STEPS, *NAMING])
+def test_the_two_requests_of_a_router_that_were_recorded_are_served(
+    served: Served, reference: Reference, router: str
+) -> None:
+    """Decode is told another prompt with the same last token: it has the right tokens by prefill's pages alone."""
+    sent = json.loads((RECORDED / f"{router}.json").read_text())
     case = reference.case(100)
     told = [*reference.case(100).prompt[:-1], case.prompt[-1]]
     ours = {"model": served.model, "ignore_eos": True, "return_token_ids": True}
     prefill = post(served.prefill, "/v1/completions", {**sent["prefill"], **ours, "prompt": case.prompt})
-    answered = prefill["kv_transfer_params"]
-    assert answered.keys() >= sent["answered"].keys()  # vLLM adds what prefill had cached
-    asked = {**sent["decode"], **ours, "prompt": told, "kv_transfer_params": answered}
+    parameters = sent["decode"]["kv_transfer_params"]
+    if router in TWO_STEPS:  # what prefill answers decode gets, as it is
+        answered = prefill["kv_transfer_params"]
+        assert parameters.items() >= sent["answered"].items()
+        assert answered.keys() >= sent["answered"].keys()  # vLLM adds what prefill had cached
+    else:
+        assert parameters["transfer_id"] == sent["prefill"]["kv_transfer_params"]["transfer_id"]
+        engine = json.loads(get(served.bootstrap, "/query"))["0"]["engine_id"]
+        answered = {"remote_bootstrap_addr": f"http://{LOCAL}:{served.bootstrap}", "remote_engine_id": engine}
+        assert parameters.keys() >= answered.keys()
+    asked = {**sent["decode"], **ours, "prompt": told, "kv_transfer_params": {**parameters, **answered}}
     (choice,) = post(served.decode, "/v1/completions", asked)["choices"]
     assert choice["token_ids"] == case.tokens
 

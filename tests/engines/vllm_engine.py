@@ -13,6 +13,11 @@ from tests.engines.engine import LOCAL, ROOT, Engine, Pair, Request, common_envi
 BLOCK = 32
 CONNECTOR = {"kv_connector": "KvGrpcConnector", "kv_connector_module_path": "kvgrpc.engines.vllm"}
 IN_TREE_CONNECTOR = {"kv_connector": "MooncakeConnector", "kv_connector_extra_config": {"mooncake_protocol": "tcp"}}
+# docs/engines/vllm.md, "On a machine without a GPU".
+WITHOUT_GPU = (
+    f"--dtype float32 --block-size {BLOCK} --enforce-eager --max-num-seqs 8 --max-model-len 512"
+    " --num-gpu-blocks-override 129 --skip-tokenizer-init -cc.custom_ops+=none"
+).split()
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
