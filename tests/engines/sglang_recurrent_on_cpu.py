@@ -23,7 +23,6 @@ def register() -> None:
     absent = {
         "fused_gdn_gating_cpu": gates,
         "fused_sigmoid_gating_delta_rule_update_cpu": decode_delta_rule,
-        "fused_rmsnorm_gated_cpu": gated_norm,
         "fused_sigmoid_mul_cpu": lambda x, gate: x.mul_(gate.reshape(x.shape).sigmoid()),
         "fused_qk_gemma_rmsnorm_cpu": norm_queries_and_keys,
         "fused_qk_gemma_rmsnorm_with_gate_cpu": norm_queries_and_keys_beside_gate,
@@ -43,6 +42,7 @@ def register() -> None:
     causal_conv1d_triton.causal_conv1d_fn, causal_conv1d_triton.causal_conv1d_update = convolve, convolve_one
 
     from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+    from sglang.kernels.ops.attention.fla.layernorm_gated import RMSNorm
     from sglang.srt.layers.attention.linear.kernels import kda_triton
     from sglang.srt.layers.attention.mamba import mamba
 
@@ -52,6 +52,7 @@ def register() -> None:
     mamba.mamba_chunk_scan_combined, mamba.selective_state_update = scan, scan_one
     kda_triton.chunk_kda = extend_kimi_delta_rule
     kda_triton.fused_sigmoid_gating_delta_rule_update = decode_kimi_delta_rule
+    RMSNorm.forward = lambda self, x, z: gated_norm(x, self.weight, z, self.eps)
     FusedRMSNormGated.forward = lambda self, x, gate: _normed(x, self.weight, self.eps) * gate.sigmoid()
     latent_on_cpu.register()
 

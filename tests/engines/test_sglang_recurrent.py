@@ -30,7 +30,7 @@ STATE_BYTES = {
 }
 # A prefix cache takes the states of short convolutions with pages of one token alone, those of Mamba 2 not on a CPU.
 PAGES = {"SHORT_CONV": 1}
-KINDS = [("SHORT_CONV", True), ("MAMBA2", False)]
+KINDS = [("SHORT_CONV", True), ("MAMBA2", False), ("KDA", False)]
 
 
 @dataclass(frozen=True)
