@@ -16,7 +16,7 @@ from importlib import metadata
 from kvgrpc.errors import FeatureDisabled
 
 HAND_OFFS, EVENTS, STORAGE, ORDERS = "hand-offs", "KV events", "storage tier", "prefetch by routers"
-STAGES = "pipeline stages of prefill"
+STAGES, STATES = "pipeline stages of prefill", "models with states"
 
 _SGLANG, _VLLM = "sglang.srt", "vllm.distributed.kv_transfer.kv_connector.v1"
 _PEERS = f"{_SGLANG}.disaggregation.base.conn"
@@ -90,6 +90,10 @@ SGLANG = Engine(
         STAGES: {
             f"{_SGLANG}.disaggregation.pp_consensus_store.PPConsensusStore.__init__": "pp_size pp_rank pp_group",
             f"{_SGLANG}.disaggregation.pp_consensus_store.PPConsensusStore": "collect pop",
+        },
+        STATES: {
+            f"{_SGLANG}.configs.mamba_utils.mamba2_state_dtype": "config",
+            f"{_SGLANG}.configs.mamba_utils.Mamba2StateDType": "conv temporal",
         },
         EVENTS: {
             f"{_SGLANG}.disaggregation.kv_events.EventPublisherFactory.register_publisher": "name",

@@ -15,11 +15,18 @@ from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get
 from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
 from kvgrpc.engines.addresses import bracketed, loopback_for
-from kvgrpc.engines.compatibility import SGLANG, STAGES, check
+from kvgrpc.engines.compatibility import SGLANG, STAGES, STATES, check
 from kvgrpc.engines.identity import MODEL_NAME, identity
 from kvgrpc.engines.sglang.held import RoomsAwaitingRelease
 from kvgrpc.engines.sglang.limits import check_supported, is_set, page_layout
-from kvgrpc.engines.sglang.rank import SchedulerProcess, external_registry, pages_of_pools, rank_config, state_names
+from kvgrpc.engines.sglang.rank import (
+    STATE_A_REQUEST,
+    SchedulerProcess,
+    external_registry,
+    pages_of_pools,
+    rank_config,
+    state_names,
+)
 from kvgrpc.engines.sglang.stages import Stages
 from kvgrpc.model import Layout, Role
 from kvgrpc.server import open_rank
@@ -128,7 +135,17 @@ def _place(role: Role, kv_args: Any, mla: bool) -> SchedulerProcess:
         page_layout=page_layout(),
         pp=parallel.pp_rank,
         first_layer=_first_layer(kv_args, model.num_hidden_layers),
+        state_dtype=_state_dtype(model.hf_config) if STATE_A_REQUEST in state_names(kv_args) else "",
     )
+
+
+def _state_dtype(config: Any) -> str:
+    """Of the convolutions, then of what the recurrence keeps: sizes do not tell float16 from bfloat16."""
+    check(SGLANG, STATES)
+    from sglang.srt.configs.mamba_utils import mamba2_state_dtype
+
+    found = mamba2_state_dtype(config)
+    return ",".join(str(each).removeprefix("torch.") for each in (found.conv, found.temporal))
 
 
 def _first_layer(kv_args: Any, layers: int) -> int:

@@ -28,6 +28,7 @@ class SchedulerProcess:
     ``engine_selects_dp``: its dp controller gives requests to other dp ranks than room % dp.
     ``kv_heads``: of the whole model; 0: MLA, each rank holds all. ``page_layout``: SGLang's word for the order
     of tokens and heads in a page. ``pp`` and ``first_layer``: its pipeline stage, and where that begins in the model.
+    ``state_dtype``: torch's names for what a state a request is made of; "" where the model has none.
     """
 
     role: Role
@@ -45,6 +46,7 @@ class SchedulerProcess:
     page_layout: str = "nhd"
     pp: int = 0
     first_layer: int = 0
+    state_dtype: str = ""
 
 
 def rank_config(kv_args: Any, place: SchedulerProcess, plane: DataPlane | None = None) -> RankConfig:
@@ -111,7 +113,8 @@ def pools(kv_args: Any, place: SchedulerProcess) -> tuple[Pool, ...]:
             names = regions_of(len(own.items), 0, place.kv_heads)
             found.append(_pool(name, own, names, kv_args.swa_kv_cache_layout, heads, kv_args, place))
         else:
-            found.append(_states(name, own, kv_args, place))
+            dtype = place.state_dtype if kind_of(kv_args.state_types[state]) == STATE_A_REQUEST else ""
+            found.append(_states(name, own, dtype or _cache_dtype(kv_args, place), kv_args, place))
     return tuple(found)
 
 
@@ -168,7 +171,7 @@ def _pool(
         kind=PoolKind.KV,
         page_tokens=kv_args.page_size,
         pages=min(length // item for length, item in zip(entries.lengths, entries.items, strict=True)),
-        dtype=place.model.cache_dtype or kv_args.kv_cache_dtype_str,
+        dtype=_cache_dtype(kv_args, place),
         regions=tuple(
             Region(layer, component, address, item, item)
             for (layer, component), address, item in zip(names, entries.addresses, entries.items, strict=True)
@@ -181,7 +184,7 @@ def _pool(
     )
 
 
-def _states(name: str, entries: Entries, kv_args: Any, place: SchedulerProcess) -> Pool:
+def _states(name: str, entries: Entries, dtype: str, kv_args: Any, place: SchedulerProcess) -> Pool:
     """One region an entry that has memory. SGLang alone knows what an item is: a request's state, its row in a ring, or
     what is kept of a page of tokens.
     """
@@ -191,10 +194,14 @@ def _states(name: str, entries: Entries, kv_args: Any, place: SchedulerProcess) 
         kind=PoolKind.STATE,
         page_tokens=0,
         pages=min(length // item for _, _, length, item in held),
-        dtype=place.model.cache_dtype or kv_args.kv_cache_dtype_str,
+        dtype=dtype,
         regions=tuple(Region(entry, "state", address, item, item) for entry, address, _, item in held),
         location=_location(kv_args, place),
     )
+
+
+def _cache_dtype(kv_args: Any, place: SchedulerProcess) -> str:
+    return place.model.cache_dtype or str(kv_args.kv_cache_dtype_str)
 
 
 def _location(kv_args: Any, place: SchedulerProcess) -> str:

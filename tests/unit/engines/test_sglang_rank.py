@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -80,6 +83,13 @@ def test_states_are_pools_by_sglangs_names_of_the_entries_that_have_memory() -> 
     assert [region[:3] for region in first.regions] == [(0, "state", 0x500000), (1, "state", 0x600000)]
     assert [region.page_bytes for region in first.regions] == [64, 128]
     assert [region.layer for region in second.regions] == [1], "an entry without memory keeps its place"
+
+
+def test_a_state_says_what_it_is_made_of_since_sizes_do_not_tell() -> None:
+    state: dict[str, Any] = {"state_data_ptrs": [[1], [2]], "state_data_lens": [[64], [64]]}
+    state |= {"state_types": ["mamba", "dsa"], "state_item_lens": [[64], [64]]}
+    _, mamba, others = rank_config(kv_args(**state), replace(place(), state_dtype="bfloat16,float32")).pools
+    assert (mamba.dtype, others.dtype) == ("bfloat16,float32", MODEL.cache_dtype)
 
 
 def test_pages_of_each_pool_are_given_by_its_name_with_the_last_chunk() -> None:
