@@ -20,6 +20,9 @@ def register() -> None:
     """
     if not os.environ.get(LISTEN):
         return
+    from kvgrpc.engines.compatibility import EVENTS, VLLM, check
+
+    check(VLLM, EVENTS)
     from vllm.distributed.kv_events import EventPublisherFactory
 
     take_over(EventPublisherFactory._registry)
