@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.client import SyncClient
-from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from tests.engines.model import Case, Reference
+from tests.engines.ordering import order_by_name
 from tests.engines.vllm_engine import BLOCK, VllmEngine, vllm_arguments
 from tests.engines.vllm_pulling import address, compute, file_tier, offloading, orders
 from tests.support.waiting import wait_until
@@ -25,9 +22,9 @@ CHUNKS = 32
 
 
 @contextmanager
-def engine(folder: Path, model: Path, registry: str, path: Path) -> Iterator[VllmEngine]:
-    caching = offloading(CHUNKS, file_tier(path), orders("P0", registry))
-    opened = VllmEngine("offloading", folder, {**vllm_arguments(model, 1), "kv_transfer_config": caching})
+def engine(folder: Path, model: Path, registry: str, name: str, ranks: int) -> Iterator[VllmEngine]:
+    caching = offloading(CHUNKS, file_tier(folder / f"tier-{name}"), orders(name, registry))
+    opened = VllmEngine("offloading", folder, {**vllm_arguments(model, ranks), "kv_transfer_config": caching})
     try:
         opened.wait_ready()
         yield opened
@@ -41,20 +38,21 @@ def host(client: SyncClient) -> int:
     return tier.used_pages
 
 
+@pytest.mark.parametrize("ranks", [1, 2], ids=["one rank", "two ranks"])
 def test_a_router_warms_an_idle_engine_and_the_request_that_follows_finds_the_pages(
-    folder: Path, reference: Reference
+    folder: Path, reference: Reference, registry: str, ranks: int
 ) -> None:
-    registry = RegistryServer(["127.0.0.1:0"]).open()
-    try:
-        with engine(folder, reference.path, registry.address, folder / "tier") as opened:
-            where = address(registry.address, "P0")
-            with SyncClient(where) as client:
-                case = reference.case(6 * BLOCK + 3)
-                warms_an_idle_engine(opened, client, registry.address, reference, case)
-                a_router_that_dies_leaves_nothing_behind(opened, client, where, reference)
-                a_request_beside_an_order_is_right(opened, client, reference)
-    finally:
-        registry.close()
+    name = f"P{ranks}"
+    with engine(folder, reference.path, registry, name, ranks) as opened:
+        where = address(registry, name)
+        with SyncClient(where) as client:
+            case = reference.case(6 * BLOCK + 3)
+            evicted_from_device_and_host(opened, client, reference, case)
+            operation = order_by_name(registry, name, case.prompt)
+            assert (operation["state"], operation["completedPages"]) == ("OPERATION_STATE_DONE", 6)
+            is_used_by_the_request_that_follows(opened, client, case)
+            a_router_that_dies_leaves_nothing_behind(opened, client, where, reference)
+            a_request_beside_an_order_is_right(opened, client, reference)
 
 
 def evicted_from_device_and_host(opened: VllmEngine, client: SyncClient, reference: Reference, case: Case) -> None:
@@ -69,27 +67,8 @@ def evicted_from_device_and_host(opened: VllmEngine, client: SyncClient, referen
     assert (found.device_pages, found.host_pages, found.storage_pages) == (0, 0, 6)
 
 
-def warms_an_idle_engine(
-    opened: VllmEngine, client: SyncClient, registry: str, reference: Reference, case: Case
-) -> None:
-    evicted_from_device_and_host(opened, client, reference, case)
-    words = [
-        "prefetch",
-        "start",
-        "-s",
-        registry,
-        "--engine",
-        "P0",
-        "--json",
-        "--tokens",
-        " ".join(map(str, case.prompt)),
-    ]
-    said = subprocess.run([sys.executable, "-m", "kvgrpc", *words], capture_output=True, text=True, timeout=60)
-    assert said.returncode == 0, said.stdout + said.stderr
-    operation = json.loads(said.stdout.splitlines()[-1])
-    assert (operation["state"], operation["completedPages"]) == ("OPERATION_STATE_DONE", 6)
+def is_used_by_the_request_that_follows(opened: VllmEngine, client: SyncClient, case: Case) -> None:
     assert client.lookup(pb.PromptPages(tokens=case.prompt)).host_pages == 6
-
     assert compute(opened, case) == 6 * BLOCK
     wait_until(lambda: [each.used_pages for each in client.list_operations()] == [6])
     assert client.lookup(pb.PromptPages(tokens=case.prompt)).device_pages == 6
