@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.client import SyncClient
-from kvgrpc.errors import FeatureDisabled
+from kvgrpc.errors import CredentialsInvalid, FeatureDisabled, PermissionDenied
 from kvgrpc.v1 import prefetch_service_pb2 as proto
 from kvgrpc.v1.common_pb2 import TIER_DEVICE, TIER_HOST, TIER_STORAGE
 from tests.engines.engine import LOCAL, PAGE, ROOT, Engine
 from tests.engines.hierarchical import DEVICE_AND_HOST_TOKENS, HOST_RATIO, LONG_PROMPT, ask, cache_address, started
 from tests.engines.model import Case, Reference
 from tests.support.cache_serving import ended
+from tests.support.secrets import proof, secret
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(500)
@@ -219,16 +220,19 @@ def test_device_and_host_are_purged_by_sglang_itself(router: SyncClient) -> None
 
 
 class TestSlowStorage:
-    """Each call of storage takes up to four seconds: SGLang's own fault injector sees to that."""
+    """Each call of storage takes up to four seconds: SGLang's own fault injector sees to that. Callers need tokens."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def engine(cls, folder: Path, reference: Reference) -> Iterator[Engine]:
+        tokens = folder / "tokens"
+        tokens.write_text(f"operator:{secret('operator')}\nconsumer router-a:{secret('router')}\n")
         engine = started(
             folder,
             reference,
             environment={
                 "KVGRPC_CACHE_LISTEN": f"{LOCAL}:0",
+                "KVGRPC_TOKENS_FILE": str(tokens),
                 "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "4",
             },
             storage="file",
@@ -239,6 +243,12 @@ class TestSlowStorage:
             yield engine.wait_ready()
         finally:
             engine.close()
+
+    @pytest.fixture
+    def router(self, engine: Engine) -> Iterator[SyncClient]:
+        """With an operator's token."""
+        with SyncClient(cache_address(engine), security=proof("operator")) as client:
+            yield client
 
     @pytest.fixture
     def stored(self, engine: Engine, reference: Reference) -> Case:
@@ -278,6 +288,27 @@ class TestSlowStorage:
         assert operation.quiescent and operation.completed_pages in (0, PAGES)
         assert ask(engine, stored).tokens == stored.tokens
         assert engine.is_empty(30)
+
+    def test_a_routers_token_is_for_prefetches_of_its_own(
+        self, engine: Engine, router: SyncClient, stored: Case
+    ) -> None:
+        with SyncClient(cache_address(engine)) as stranger, pytest.raises(CredentialsInvalid):
+            stranger.start_prefetch(pages(stored))
+        with SyncClient(cache_address(engine), security=proof("router")) as consumer:
+            operators = router.start_prefetch(pages(stored))
+            for refused in (
+                lambda: consumer.terminate_prefetch(operators.operation_id),
+                lambda: consumer.start_backup(pages(stored)),
+                lambda: consumer.pin_pages(pages(stored), 60),
+                lambda: consumer.drain(),
+            ):
+                with pytest.raises(PermissionDenied):
+                    refused()
+            assert ended(consumer, operators).state == proto.OPERATION_STATE_DONE
+            assert engine.is_empty(30)
+            operation = ended(consumer, consumer.start_prefetch(pages(stored)))
+            assert (operation.state, operation.completed_pages) == (proto.OPERATION_STATE_DONE, PAGES)
+        assert ask(engine, stored).cached == PAGES * PAGE
 
     def test_requests_are_served_while_an_order_waits_for_storage(
         self, engine: Engine, router: SyncClient, stored: Case, reference: Reference
