@@ -67,4 +67,4 @@ class TestOrdersOnATree:
     def test_a_cut_of_one_that_the_tree_does_not_know_ends_it(self) -> None:
         told = list[Told]()
         TreeOrders(Tree(), told.append).do(CacheOrder(OrderKind.CUT, "gone", stop=Stop.DEADLINE))
-        assert told == [Told("gone", OperationState.CANCELLED, Stop.DEADLINE)]
+        assert told == [Told("gone", OperationState.EXPIRED, Stop.DEADLINE)]
