@@ -4,7 +4,7 @@ lacks the length of a request that fills up, which SGLang's other attention for 
 
 from __future__ import annotations
 
-from tests.engines import latent_on_cpu
+from tests.engines import hicache_on_cpu, latent_on_cpu
 
 
 def register() -> None:
@@ -12,3 +12,8 @@ def register() -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
+
+
+def register_with_host_tier() -> None:
+    register()
+    hicache_on_cpu.register()

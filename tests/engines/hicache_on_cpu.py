@@ -8,12 +8,13 @@ import torch
 
 
 def register() -> None:
-    from sglang.srt.mem_cache.pool_host import base, common, mha
+    from sglang.srt.mem_cache.pool_host import base, common, mha, mla
 
     base.HostKVCache.pin_memory = property(lambda self: False, lambda self, value: None)
     common._cuda_host_register = lambda *arguments, **named: None
-    mha.transfer_kv_all_layer_direct_lf_pf = to_host
-    mha.transfer_kv_per_layer_direct_pf_lf = to_device
+    for pool in (mha, mla):
+        pool.transfer_kv_all_layer_direct_lf_pf = to_host
+        pool.transfer_kv_per_layer_direct_pf_lf = to_device
 
 
 def to_host(

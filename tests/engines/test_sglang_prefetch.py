@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.client import SyncClient
+from kvgrpc.client.engines import cache_address as address_of
 from kvgrpc.errors import CredentialsInvalid, FeatureDisabled, PermissionDenied
 from kvgrpc.v1 import prefetch_service_pb2 as proto
 from kvgrpc.v1.common_pb2 import TIER_DEVICE, TIER_HOST, TIER_STORAGE
 from tests.engines.engine import LOCAL, PAGE, ROOT, Engine
 from tests.engines.hierarchical import DEVICE_AND_HOST_TOKENS, HOST_RATIO, LONG_PROMPT, ask, cache_address, started
-from tests.engines.model import Case, Reference
+from tests.engines.model import COMPILING_SECONDS, Case, LatentReference, Reference
+from tests.engines.ordering import order_by_name
 from tests.support.cache_serving import ended
 from tests.support.secrets import proof, secret
 from tests.support.waiting import wait_until
@@ -26,6 +28,10 @@ pytestmark = pytest.mark.timeout(500)
 PAGES = 8
 PROMPT = PAGES * PAGE + 5
 THRESHOLD = 2 * PAGE
+ATTENTION = {"dp_size": 2, "enable_dp_attention": True, "enable_tp_lm_head_all_to_all": False}
+ATTENTION_ON_CPU = {
+    "SGLANG_ON_CPU_PLUGIN": "tests.engines.attention_data_parallel_on_cpu:register_with_host_tier",
+}
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
@@ -319,6 +325,64 @@ class TestSlowStorage:
         operation = ended(router, operation)
         assert operation.state == proto.OPERATION_STATE_DONE
         assert ask(engine, stored).cached == PAGES * PAGE
+
+
+class TestReplicas:
+    """Two dp ranks: each has a cache of its own, and takes orders at an address of its own. P0's have a model each,
+    those of P0-attention compute all but attention together."""
+
+    @pytest.fixture(scope="class", params=["P0", "P0-attention"])
+    @classmethod
+    def name(cls, request: pytest.FixtureRequest) -> str:
+        return str(request.param)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def reference(cls, name: str, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+        return (Reference if name == "P0" else LatentReference)(tmp_path_factory.mktemp(name))
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, folder: Path, name: str, reference: Reference, registry: str) -> Iterator[Engine]:
+        environment = {"KVGRPC_CACHE_LISTEN": f"{LOCAL}:0", "KVGRPC_ENGINE": name, "KVGRPC_REGISTRY": registry}
+        engine = started(
+            folder,
+            reference,
+            sizes={"dp_size": 2} if name == "P0" else {"tp_size": 2, **ATTENTION},
+            environment=environment if name == "P0" else {**environment, **ATTENTION_ON_CPU},
+            storage="file",
+            storage_config={"path": str(folder / name)},
+            prefetch_threshold=THRESHOLD,
+        )
+        try:
+            yield engine.wait_ready()
+        finally:
+            engine.close()
+
+    @pytest.mark.parametrize("dp", [0, 1])
+    def test_an_order_by_the_engines_name_warms_the_replica_that_it_names(
+        self, engine: Engine, registry: str, name: str, reference: Reference, dp: int
+    ) -> None:
+        case = reference.case(PROMPT)
+
+        def cached() -> int:
+            request = engine.generate(case.prompt, len(case.tokens), routed_dp_rank=dp)
+            assert request.result(COMPILING_SECONDS) == case.tokens
+            return request.cached
+
+        assert cached() == 0
+        with SyncClient(registry) as client:
+            wait_until(lambda: len(client.get_engine(name).rows) == 2)
+            addresses = [address_of(client.get_engine(name), each) for each in (dp, 1 - dp)]
+        with SyncClient(addresses[0]) as named, SyncClient(addresses[1]) as other:
+            wait_until(lambda: named.lookup(pages(case)).storage_pages == PAGES, 60)
+            wait_until(lambda: in_storage_alone(engine, named, case), 60)
+            operation = order_by_name(registry, name, case.prompt, "--dp", str(dp))
+            assert (operation["state"], operation["completedPages"]) == ("OPERATION_STATE_DONE", PAGES)
+            assert other.lookup(pages(case), without_storage=True).host_pages == 0
+            assert cached() == PAGES * PAGE
+            wait_until(lambda: [each.used_pages for each in named.list_operations()] == [PAGES])
+        assert engine.is_empty()
 
 
 def reaches(router: SyncClient, operation_id: str, state: proto.OperationState) -> bool:
