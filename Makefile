@@ -10,14 +10,15 @@ ENGINE_CLASSES := tests/integration/test_events_engine_classes.py
 ENGINES ?= sglang vllm
 # Parts of test-engines, each to be below 20 minutes on two cores: of either engine the tests of these names, and in the
 # first part all others. Behind them `versions`: what other releases of the engines are run with.
-ENGINE_PARTS := handoffs deployments faults slowness caches pulls models speculation recurrent parallel
+ENGINE_PARTS := handoffs deployments faults slowness caches orders pulls models speculation recurrent parallel
 $(if $(filter-out $(ENGINE_PARTS) versions,$(PART)),$(error PART is one of $(ENGINE_PARTS) versions))
 PARTS := $(if $(VERSION),versions,$(if $(ARGS),all,$(or $(PART),$(ENGINE_PARTS) versions)))
 RUN := $(filter-out versions,$(PARTS))
 deployments := _deployment _from_sglang _serve _two_step _unasked
 faults := _faults _held _router
 slowness := _held_interpreter _load
-caches := _events _hicache _hierarchical _offloading _plugin _prefetch _tier _tree_orders _warmed_prefill
+caches := _events _hicache _hierarchical _offloading _plugin _tier
+orders := _orders _prefetch _tree_orders _warmed_prefill
 pulls := _hicache_pulls _plan_sglang _pull _pull_sglang _pull_sizes _pull_trouble
 models := _latent _states _window
 speculation := _speculative

@@ -49,6 +49,7 @@ class Request:
         self.tokens: list[int] = []
         self.messages = 0
         self.cached = 0
+        self.accepted = 0  # tokens of drafts that were the model's own (SGLang)
         self.error: str | None = None
         self.value: Any = None
         self._done = threading.Event()
@@ -74,6 +75,7 @@ class Request:
             self._done.set()
         else:
             self.tokens, self.cached = message["tokens"], message.get("cached") or 0
+            self.accepted = message.get("accepted") or 0
             self.messages += 1
             if self.tokens and self.first is None:
                 self.first = message["t"]

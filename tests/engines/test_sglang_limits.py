@@ -38,6 +38,7 @@ SERVED: dict[str, dict[str, Any]] = {
         "optimistic_prefill_attempts": 0,
     },
     "serving": {"tokenizer_worker_num": 1},
+    "spec": {"speculative_algorithm": None, "enable_multi_layer_eagle": False},
     "memory": {"enable_unified_memory": False, "enable_hisparse": False},
 }
 # What is set; what the refusal names, why, and what to do.
@@ -109,7 +110,7 @@ def test_what_an_older_sglang_has_by_default_is_served(
 
 def test_the_settings_have_the_names_of_sglangs_arguments() -> None:
     places = namespace_of(ServerArgs)
-    for where in ("disagg", "serving", "memory"):
+    for where in ("disagg", "serving", "memory", "spec"):
         assert {name: places.get(name) for name in SERVED[where]} == dict.fromkeys(SERVED[where], where)
     assert places["enable_memory_saver"] == "exec.features"
 
@@ -171,6 +172,18 @@ def test_what_was_never_run_is_served_to_who_asks_for_it_by_name(
         limits.check_supported(given)
     monkeypatch.setenv(limits.UNTRIED, f"dsa,{word}")
     limits.check_supported(given)
+
+
+def test_drafts_of_eagle_are_served_where_one_layer_computes_them(settings: dict[str, dict[str, Any]]) -> None:
+    settings["spec"]["speculative_algorithm"] = "EAGLE"
+    limits.check_supported(SimpleNamespace(**vars(kv_args()), num_draft_entries=2))
+    with pytest.raises(
+        FeatureDisabled, match=r"--speculative-algorithm EAGLE with states besides the KV cache: .*never"
+    ):
+        limits.check_supported(SimpleNamespace(**vars(kv_args(StateType.SWA, layout="nhd")), num_draft_entries=2))
+    settings["spec"]["enable_multi_layer_eagle"] = True
+    with pytest.raises(FeatureDisabled, match=r"--speculative-algorithm EAGLE: .*never run"):
+        limits.check_supported(SimpleNamespace(**vars(kv_args()), num_draft_entries=4))
 
 
 def test_memory_that_comes_and_goes_is_refused(settings: dict[str, dict[str, Any]]) -> None:

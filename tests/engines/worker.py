@@ -4,7 +4,7 @@ vllm_worker.py has the same of vLLM.
 
 JSON lines on the inherited socket. In: the engine's arguments, then {"op": "generate", "id", "ids", "n", "extra"},
 {"op": "abort", "id"}, {"op": "used", "id"}, {"op": "flush", "id"}, {"op": "exit"}. Out: {"ready": true}, {"id", "t",
-"tokens", "cached"} as tokens come, {"id", "t", "end": true, "error", "value"}. Times are CLOCK_MONOTONIC.
+"tokens", "cached", "accepted"} as tokens come, {"id", "t", "end": true, "error", "value"}. Times are CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -87,7 +87,11 @@ class Worker:
             if reason.get("type") == "abort":
                 raise RuntimeError(reason.get("message"))
             self._say(
-                id=message["id"], t=time.monotonic(), tokens=output["output_ids"], cached=about.get("cached_tokens")
+                id=message["id"],
+                t=time.monotonic(),
+                tokens=output["output_ids"],
+                cached=about.get("cached_tokens"),
+                accepted=about.get("spec_num_correct_drafts"),
             )
 
     async def _samples(self, message: dict[str, Any]) -> Any:

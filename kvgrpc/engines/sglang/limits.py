@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_parallel, get_serving
+from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_parallel, get_serving, get_spec
 from sglang.srt.server_args import ServerArgs
 
 from kvgrpc.engines.sglang.plugin import BACKEND
@@ -28,6 +28,8 @@ def check_supported(kv_args: Any) -> None:
     states = list(getattr(kv_args, "state_types", ()))
     asked = _asked_for()
     untried = sorted(_untried(kv_args) - asked)
+    algorithm = has(get_spec(), "speculative_algorithm", "")
+    drafts_as_run = algorithm == "EAGLE" and not states and not has(get_spec(), "enable_multi_layer_eagle")
     refused = (
         (
             bool(untried),
@@ -61,9 +63,9 @@ def check_supported(kv_args: Any) -> None:
             "use --pp-size 1",
         ),
         (
-            bool(getattr(kv_args, "num_draft_entries", 0)) and SPECULATIVE not in asked,
-            "--speculative-algorithm with a draft model",
-            "its layers would be handed over with the model's, but were never run",
+            bool(getattr(kv_args, "num_draft_entries", 0)) and not drafts_as_run and SPECULATIVE not in asked,
+            f"--speculative-algorithm {algorithm}{' with states besides the KV cache' * bool(states)}",
+            "layers of a draft were handed over with EAGLE (NEXTN is the same), and others were never run",
             f"leave it out, or set {UNTRIED}={SPECULATIVE} on both sides",
         ),
         (

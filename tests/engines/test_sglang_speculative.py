@@ -1,0 +1,88 @@
+"""Speculative decoding in real SGLang engines over kvgrpc, by a draft head whose KV cache is handed over with the
+model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.engine import PAGE, Engine, Pair, engine_arguments
+from tests.engines.model import HeadReference
+
+pytestmark = pytest.mark.timeout(600)
+ON_CPU = {"SGLANG_ON_CPU_PLUGIN": "tests.engines.speculative_on_cpu:register"}
+DRAFTS = 3
+TOKENS = 17
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> HeadReference:
+    return HeadReference(folder / "sglang-eagle", "eagle").for_sglang()
+
+
+def speculation(model: HeadReference) -> dict[str, object]:
+    return {
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": str(model.head),
+        "speculative_num_steps": DRAFTS,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": DRAFTS + 1,
+    }
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path, model: HeadReference) -> Iterator[Pair]:
+    own = speculation(model)
+    held = {"disaggregation_decode_enable_radix_cache": True}
+    pair = Pair(folder, model.path, environment=ON_CPU, prefill=own, decode={**own, **held})
+    pair.wait_ready()
+    yield pair
+    pair.close()
+
+
+@pytest.fixture(scope="module")
+def single(folder: Path, model: HeadReference, pair: Pair) -> Iterator[Engine]:
+    """One engine that does it all."""
+    engine = Engine("null", folder, {**engine_arguments(model.path, 1), **speculation(model)}, ON_CPU)
+    engine.wait_ready()
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("length", [3, PAGE, PAGE + 1, 100, 300], ids=lambda length: f"{length} tokens")
+def test_tokens_are_those_of_transformers(pair: Pair, single: Engine, model: HeadReference, length: int) -> None:
+    """And as many tokens of drafts are right as in one engine: the draft has seen the prompt, all of it."""
+    case, room = model.case(length, new_tokens=TOKENS), pair.room()
+    told = [*model.case(length, new_tokens=1).prompt[:-1], case.prompt[-1]]
+    prefill = pair.submit_to_prefill(case.prompt, room)
+    decode = pair.submit_to_decode(told, TOKENS, room)
+    assert decode.result() == case.tokens
+    assert prefill.result() == case.tokens[:1]
+    alone = single.generate(case.prompt, TOKENS)
+    assert alone.result() == case.tokens
+    print(f"{TOKENS} tokens in {decode.messages} messages, {decode.accepted} of drafts, {alone.accepted} alone")
+    assert decode.accepted == alone.accepted
+    assert decode.accepted >= TOKENS // 4 or length <= PAGE
+
+
+def test_what_decode_holds_of_the_prompt_is_not_handed_over(pair: Pair, single: Engine, model: HeadReference) -> None:
+    """SGLang looks for pages of a prompt with drafts by pairs of tokens."""
+    held = model.case(6 * PAGE, new_tokens=TOKENS)
+    pair.submit(held.prompt, TOKENS)[1].result()
+    case = model.case(9 * PAGE + 3, new_tokens=TOKENS, prefix=held.prompt)
+    prefill, decode = pair.submit(case.prompt, TOKENS)
+    assert decode.result() == case.tokens and prefill.result() == case.tokens[:1]
+    alone = single.generate(case.prompt, TOKENS)
+    assert alone.result() == case.tokens
+    assert decode.cached >= 5 * PAGE and decode.accepted == alone.accepted
+
+
+def test_requests_at_once_leave_no_page_behind(pair: Pair, model: HeadReference) -> None:
+    cases = [model.case(60 + length, new_tokens=TOKENS) for length in range(6)]
+    requests = [pair.submit(case.prompt, TOKENS) for case in cases]
+    for case, (_, decode) in zip(cases, requests, strict=True):
+        assert decode.result() == case.tokens
+    assert pair.prefill.is_empty() and pair.decode.is_empty()
