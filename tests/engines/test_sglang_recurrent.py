@@ -28,9 +28,9 @@ STATE_BYTES = {
     "MAMBA2": (4 * 3 * (128 + 2 * 16), 4 * 128 * 16),
     "SHORT_CONV": (4 * 3 * 64,),
 }
-# A prefix cache takes the states of short convolutions with pages of one token alone, those of Mamba 2 not on a CPU.
+# A prefix cache takes the states of GDN at ends of pages, those of short convolutions with pages of one token alone.
 PAGES = {"SHORT_CONV": 1}
-KINDS = [("SHORT_CONV", True), ("MAMBA2", False), ("KDA", False)]
+KINDS = [("SHORT_CONV", True), ("GDN_ATTN", True), ("GDN_ATTN", False), ("MAMBA2", False), ("KDA", False)]
 
 
 @dataclass(frozen=True)
@@ -129,3 +129,18 @@ def test_a_hand_off_that_is_given_up_leaves_no_state_behind(pair: Pair, recurren
     halves = [pair.submit(case.prompt, len(case.tokens)) for case in cases]
     assert [decode.result() for _, decode in halves] == [case.tokens for case in cases]
     assert pair.prefill.is_empty() and pair.decode.is_empty()
+
+
+def test_a_prefill_that_is_killed_ends_what_waits_for_it_and_another_one_serves(setting: Setting) -> None:
+    if (setting.kind, setting.caches) != ("GDN_ATTN", True):
+        pytest.skip("once is enough: which states there are does not matter to it")
+    pair, recurrent = setting.pair, setting.reference
+    check(pair, recurrent.case(100))
+    waiting = pair.submit_to_decode(recurrent.case(300).prompt, 8)
+    assert not waiting.wait(0.5)
+    pair.prefill.kill()
+    waiting.failure(10)
+    pair.restart("prefill")
+    case = recurrent.case(100)
+    assert pair.submit(case.prompt, 8)[1].result(COMPILING_SECONDS) == case.tokens
+    assert pair.decode.is_empty()
