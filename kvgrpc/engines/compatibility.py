@@ -94,6 +94,7 @@ SGLANG = Engine(
         STATES: {
             f"{_SGLANG}.configs.mamba_utils.mamba2_state_dtype": "config",
             f"{_SGLANG}.configs.mamba_utils.Mamba2StateDType": "conv temporal",
+            f"{_SGLANG}.utils.cpu_has_amx_support": "",
         },
         EVENTS: {
             f"{_SGLANG}.disaggregation.kv_events.EventPublisherFactory.register_publisher": "name",

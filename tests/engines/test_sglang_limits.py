@@ -178,12 +178,20 @@ def test_drafts_of_eagle_are_served_where_one_layer_computes_them(settings: dict
     settings["spec"]["speculative_algorithm"] = "EAGLE"
     limits.check_supported(SimpleNamespace(**vars(kv_args()), num_draft_entries=2))
     with pytest.raises(
-        FeatureDisabled, match=r"--speculative-algorithm EAGLE with states besides the KV cache: .*never"
+        FeatureDisabled,
+        match=r"--speculative-algorithm EAGLE with states besides the KV cache: .*beside a plain KV cache are served",
     ):
         limits.check_supported(SimpleNamespace(**vars(kv_args(StateType.SWA, layout="nhd")), num_draft_entries=2))
     settings["spec"]["enable_multi_layer_eagle"] = True
-    with pytest.raises(FeatureDisabled, match=r"--speculative-algorithm EAGLE: .*never run"):
+    with pytest.raises(FeatureDisabled, match=r"--speculative-algorithm EAGLE: .*drafts of EAGLE"):
         limits.check_supported(SimpleNamespace(**vars(kv_args()), num_draft_entries=4))
+
+
+def test_drafts_without_layers_are_refused_beside_states_alone(settings: dict[str, dict[str, Any]]) -> None:
+    settings["spec"]["speculative_algorithm"] = "NGRAM"
+    limits.check_supported(kv_args())
+    with pytest.raises(FeatureDisabled, match=r"--speculative-algorithm NGRAM with states besides the KV cache"):
+        limits.check_supported(kv_args(StateType.MAMBA))
 
 
 def test_memory_that_comes_and_goes_is_refused(settings: dict[str, dict[str, Any]]) -> None:
@@ -205,9 +213,10 @@ def test_sliding_windows_in_a_pool_of_their_own_are_served(settings: dict[str, d
         limits.check_supported(kv_args(StateType.SWA, layout="nhd"))
 
 
-def test_a_state_a_request_is_served_beside_windows_too(settings: dict[str, dict[str, Any]]) -> None:
+def test_a_state_a_request_is_served_alone(settings: dict[str, dict[str, Any]]) -> None:
     limits.check_supported(kv_args(StateType.MAMBA))
-    limits.check_supported(kv_args(StateType.MAMBA, StateType.SWA, layout="nhd"))
+    with pytest.raises(FeatureDisabled, match=f"set {limits.UNTRIED}=mamba on both sides"):
+        limits.check_supported(kv_args(StateType.MAMBA, StateType.SWA, layout="nhd"))
     settings["memory"]["enable_unified_memory"] = True
     with pytest.raises(FeatureDisabled, match=r"--enable-unified-memory with .*states .*one buffer; leave it"):
         limits.check_supported(kv_args(StateType.MAMBA))
@@ -216,9 +225,9 @@ def test_a_state_a_request_is_served_beside_windows_too(settings: dict[str, dict
 @pytest.mark.parametrize(
     ("states", "names"),
     [
-        ((StateType.MAMBA, StateType.DSA), "dsa"),
+        ((StateType.MAMBA, StateType.DSA), "mamba,dsa"),
         ((StateType.DSA, StateType.DSA, StateType.DSA_TAIL), "DSA_TAIL, dsa"),
-        ((StateType.MAMBA, StateType.SWA), "swa"),
+        ((StateType.MAMBA, StateType.SWA), "mamba,swa"),
     ],
 )
 def test_states_that_were_never_handed_over_are_served_to_who_asks_for_them(

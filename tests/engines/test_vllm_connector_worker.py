@@ -231,11 +231,15 @@ def test_kinds_of_layers_that_were_never_run_are_served_to_who_asks_for_them(kin
     WorkerProcess(config, 0, {})  # which refuses keys that it does not know
 
 
-def test_speculation_that_was_never_run_is_served_to_who_asks_for_it() -> None:
+def test_speculation_that_was_never_run_is_served_to_who_asks_for_it_alone() -> None:
     check_supported(with_speculation("dflash", untried="speculative"), cache_config(attention()))
     check_supported(with_speculation("mtp", untried="speculative"), cache_config(attention(), state()))
     for served in ("draft_model", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", "suffix"):
         check_supported(with_speculation(served), cache_config(attention()))
+    with pytest.raises(
+        FeatureDisabled, match=r"speculative decoding by ngram with layers that keep a state: .*never run"
+    ):
+        check_supported(with_speculation("ngram"), cache_config(attention(), state()))
 
 
 def test_layers_that_see_the_chunk_of_the_next_token_are_a_pool_as_those_of_a_window_are() -> None:

@@ -63,9 +63,11 @@ def check_supported(kv_args: Any) -> None:
             "use --pp-size 1",
         ),
         (
-            bool(getattr(kv_args, "num_draft_entries", 0)) and not drafts_as_run and SPECULATIVE not in asked,
+            bool(getattr(kv_args, "num_draft_entries", 0) or (algorithm and states))
+            and not drafts_as_run
+            and SPECULATIVE not in asked,
             f"--speculative-algorithm {algorithm}{' with states besides the KV cache' * bool(states)}",
-            "layers of a draft were handed over with EAGLE (NEXTN is the same), and others were never run",
+            "drafts of EAGLE (NEXTN is the same) beside a plain KV cache are served; others were never run",
             f"leave it out, or set {UNTRIED}={SPECULATIVE} on both sides",
         ),
         (
@@ -180,10 +182,10 @@ def is_set(variable: str) -> bool:
 
 
 def _untried(kv_args: Any) -> set[str]:
-    """Kinds of state that nobody has seen handed over, by SGLang's words."""
-    states = enumerate(getattr(kv_args, "state_types", ()))
-    kinds = {kind_of(state) for place, state in states if not is_plain_window(kv_args, place)}
-    return kinds - {STATE_A_REQUEST}
+    """Kinds of state that nobody has seen handed over, by SGLang's words; a state a request was alone when it was."""
+    states = list(getattr(kv_args, "state_types", ()))
+    kinds = {kind_of(state) for place, state in enumerate(states) if not is_plain_window(kv_args, place)}
+    return set() if {kind_of(state) for state in states} == {STATE_A_REQUEST} else kinds
 
 
 def _asked_for() -> set[str]:

@@ -135,17 +135,20 @@ def _place(role: Role, kv_args: Any, mla: bool) -> SchedulerProcess:
         page_layout=page_layout(),
         pp=parallel.pp_rank,
         first_layer=_first_layer(kv_args, model.num_hidden_layers),
-        state_dtype=_state_dtype(model.hf_config) if STATE_A_REQUEST in state_names(kv_args) else "",
+        **(_state_form(model.hf_config) if STATE_A_REQUEST in state_names(kv_args) else {}),
     )
 
 
-def _state_dtype(config: Any) -> str:
-    """Of the convolutions, then of what the recurrence keeps: sizes do not tell float16 from bfloat16."""
+def _state_form(config: Any) -> dict[str, str]:
+    """The types of the convolutions and of what the recurrence keeps, and how the former lie: sizes tell neither."""
     check(SGLANG, STATES)
     from sglang.srt.configs.mamba_utils import mamba2_state_dtype
+    from sglang.srt.utils import cpu_has_amx_support
 
-    found = mamba2_state_dtype(config)
-    return ",".join(str(each).removeprefix("torch.") for each in (found.conv, found.temporal))
+    device, found = get_device().device, mamba2_state_dtype(config)
+    turned = "amx" if device == "cpu" and cpu_has_amx_support() else "npu" if device == "npu" else "plain"
+    dtypes = ",".join(str(each).removeprefix("torch.") for each in (found.conv, found.temporal))
+    return {"state_dtype": dtypes, "state_axes": f"convolution:{turned}"}
 
 
 def _first_layer(kv_args: Any, layers: int) -> int:

@@ -28,7 +28,8 @@ class SchedulerProcess:
     ``engine_selects_dp``: its dp controller gives requests to other dp ranks than room % dp.
     ``kv_heads``: of the whole model; 0: MLA, each rank holds all. ``page_layout``: SGLang's word for the order
     of tokens and heads in a page. ``pp`` and ``first_layer``: its pipeline stage, and where that begins in the model.
-    ``state_dtype``: torch's names for what a state a request is made of; "" where the model has none.
+    ``state_dtype`` and ``state_axes``: torch's names for what a state a request is made of, and a word for the order of
+    its bytes; "" where the model has none.
     """
 
     role: Role
@@ -47,6 +48,7 @@ class SchedulerProcess:
     pp: int = 0
     first_layer: int = 0
     state_dtype: str = ""
+    state_axes: str = ""
 
 
 def rank_config(kv_args: Any, place: SchedulerProcess, plane: DataPlane | None = None) -> RankConfig:
@@ -113,8 +115,9 @@ def pools(kv_args: Any, place: SchedulerProcess) -> tuple[Pool, ...]:
             names = regions_of(len(own.items), 0, place.kv_heads)
             found.append(_pool(name, own, names, kv_args.swa_kv_cache_layout, heads, kv_args, place))
         else:
-            dtype = place.state_dtype if kind_of(kv_args.state_types[state]) == STATE_A_REQUEST else ""
-            found.append(_states(name, own, dtype or _cache_dtype(kv_args, place), kv_args, place))
+            is_request = kind_of(kv_args.state_types[state]) == STATE_A_REQUEST
+            dtype, axes = (place.state_dtype, place.state_axes) if is_request else ("", "")
+            found.append(_states(name, own, dtype or _cache_dtype(kv_args, place), axes, kv_args, place))
     return tuple(found)
 
 
@@ -184,7 +187,7 @@ def _pool(
     )
 
 
-def _states(name: str, entries: Entries, dtype: str, kv_args: Any, place: SchedulerProcess) -> Pool:
+def _states(name: str, entries: Entries, dtype: str, axes: str, kv_args: Any, place: SchedulerProcess) -> Pool:
     """One region an entry that has memory. SGLang alone knows what an item is: a request's state, its row in a ring, or
     what is kept of a page of tokens.
     """
@@ -196,6 +199,7 @@ def _states(name: str, entries: Entries, dtype: str, kv_args: Any, place: Schedu
         pages=min(length // item for _, _, length, item in held),
         dtype=dtype,
         regions=tuple(Region(entry, "state", address, item, item) for entry, address, _, item in held),
+        axes=axes,
         location=_location(kv_args, place),
     )
 

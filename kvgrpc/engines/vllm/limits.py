@@ -36,7 +36,7 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
             and (states or speculation not in _SERVED_SPECULATION)
             and SPECULATIVE not in _asked_for(config),
             f"speculative decoding by {speculation}" + " with layers that keep a state" * states,
-            "its layers would be handed over with the model's, but were never run",
+            "with kvgrpc it was never run",
             f'ask for it by name: "{UNTRIED}": "{SPECULATIVE}" in kv_connector_extra_config, on both sides',
         ),
         (

@@ -143,6 +143,32 @@ def test_an_emptied_tree_has_lost_what_was_not_used(followed: Followed) -> None:
     assert followed.told == {"a": (ALL // 2, ALL // 2)}
 
 
+def test_looks_of_a_step_are_of_no_more_tokens_than_its_orders(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outcomes, "TOKENS_OF_A_STEP", 2 * ALL)
+    for number in "bc":
+        followed.follow(number)
+    del followed.tree.nodes[1]
+    assert followed.looks() == ["a", "b"]
+    monkeypatch.setattr(outcomes, "TOKENS_OF_A_STEP", ALL // 2)
+    assert followed.looks() == ["a"], "one at least"
+
+
+def test_a_load_is_noted_in_its_first_step_alone(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+    followed.split()
+    asked: list[Sequence[int]] = []
+    collect = followed.tree.collect_path_info
+
+    def noting(nodes: Sequence[int]) -> list[list[Any]]:
+        asked.append(nodes)
+        return collect(nodes)
+
+    monkeypatch.setattr(followed.tree, "collect_path_info", noting)
+    followed.load(2)
+    assert asked == [[2], [1]], "the load's own path, and that of the order"
+
+
 def test_looks_are_some_time_apart(followed: Followed) -> None:
     followed.outcomes.questions()
     del followed.tree.nodes[1]

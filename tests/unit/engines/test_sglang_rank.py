@@ -88,8 +88,10 @@ def test_states_are_pools_by_sglangs_names_of_the_entries_that_have_memory() -> 
 def test_a_state_says_what_it_is_made_of_since_sizes_do_not_tell() -> None:
     state: dict[str, Any] = {"state_data_ptrs": [[1], [2]], "state_data_lens": [[64], [64]]}
     state |= {"state_types": ["mamba", "dsa"], "state_item_lens": [[64], [64]]}
-    _, mamba, others = rank_config(kv_args(**state), replace(place(), state_dtype="bfloat16,float32")).pools
-    assert (mamba.dtype, others.dtype) == ("bfloat16,float32", MODEL.cache_dtype)
+    process = replace(place(), state_dtype="bfloat16,float32", state_axes="convolution:amx")
+    _, mamba, others = rank_config(kv_args(**state), process).pools
+    assert (mamba.dtype, mamba.axes) == ("bfloat16,float32", "convolution:amx")
+    assert (others.dtype, others.axes) == (MODEL.cache_dtype, "")
 
 
 def test_pages_of_each_pool_are_given_by_its_name_with_the_last_chunk() -> None:

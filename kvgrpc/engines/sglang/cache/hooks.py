@@ -149,8 +149,11 @@ class Desk:
                 logger.error("kvgrpc: nobody was told of order %s: %s", told.number, error, exc_info=error)
 
     def _came_of(self, number: str, used: int, lost: int) -> None:
-        if self.cache is not None:
-            self.cache.came_of(number, used, lost)
+        try:
+            if self.cache is not None:
+                self.cache.came_of(number, used, lost)
+        except Exception as error:
+            self._lines.exception("outcomes", f"kvgrpc: what became of pages is not told: {one_line(str(error))}")
 
     def _count_pages(self) -> TreeCounts:
         tree = self._tree

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvgrpc.engines.sglang.cache.orders import ORDERS_OF_A_STEP, CacheOrder, OrderKind
+from kvgrpc.engines.sglang.cache.orders import ORDERS_OF_A_STEP, TOKENS_OF_A_STEP, CacheOrder, OrderKind
 
 MAX_FOLLOWED = 256
 MAX_TOKENS = 1 << 20
@@ -45,6 +45,8 @@ class BroughtPages:
         self._followed: OrderedDict[str, _Brought] = OrderedDict()
         self._tokens = 0
         self._looked_at = 0.0
+        # Loads that an earlier step has noted, until they end.
+        self._noted: set[Any] = set()
 
     def follow(self, order: CacheOrder, node: Any, near: int, end: int) -> None:
         """``node``: the deepest that has the prompt's tokens up to ``end``; up to ``near`` they were there before."""
@@ -57,9 +59,10 @@ class BroughtPages:
 
     def note_loads(self) -> None:
         """In each step, before the tree takes the ends of loads."""
-        loads = self._tree.ongoing_load_back if self._followed else ()
-        if loads:
-            paths = self._tree.tree_core.collect_path_info(list(loads))
+        loads = set(self._tree.ongoing_load_back) if self._followed else set()
+        new, self._noted = loads - self._noted, loads
+        if new:
+            paths = self._tree.tree_core.collect_path_info(list(new))
             nodes = {step.node_id for path in paths for step in path}
             for brought in list(self._followed.values()):
                 self._use(brought, nodes)
@@ -71,8 +74,16 @@ class BroughtPages:
         if not self._followed or now < self._looked_at + _LOOK_SECONDS:
             return []
         self._looked_at = now
-        gone = [each.order for each in self._followed.values() if self._path(each) is None]
-        return gone[:ORDERS_OF_A_STEP]
+        found: list[CacheOrder] = []
+        tokens = 0
+        for each in self._followed.values():
+            size = len(each.order.tokens) // 8
+            if found and (len(found) == ORDERS_OF_A_STEP or tokens + size > TOKENS_OF_A_STEP):
+                break
+            if self._path(each) is None:
+                found.append(each.order)
+                tokens += size
+        return found
 
     def found(self, number: str, node: Any, there: int) -> bool:
         """True if the look was one of ``questions``."""
