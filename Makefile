@@ -15,7 +15,7 @@ $(if $(filter-out $(ENGINE_PARTS) versions,$(PART)),$(error PART is one of $(ENG
 PARTS := $(if $(VERSION),versions,$(if $(ARGS),all,$(or $(PART),$(ENGINE_PARTS) versions)))
 RUN := $(filter-out versions,$(PARTS))
 deployments := _deployment _from_sglang _serve _two_step _unasked
-faults := _faults _held _router
+faults := _dynamo _faults _held _router
 slowness := _held_interpreter _load
 caches := _events _hicache _hierarchical _offloading _plugin _tier
 orders := _orders _prefetch _tree_orders _warmed_prefill
@@ -134,7 +134,7 @@ test-all: lint test-clients  ## The same with the long tests.
 
 test-engines:  ## Real engines, prefill and decode, over kvgrpc: tokens, faults, restarts (ENGINES=vllm; PART=faults; VERSION=0.31.0; ARGS as in test).
 	@$(if $(VERSION),$(if $(filter 1,$(words $(ENGINES))),,$(error VERSION is that of one engine: say ENGINES=sglang or ENGINES=vllm)))
-	@$(if $(RUN),for engine in $(sort $(ENGINES) $(if $(with_sglang),sglang)); do .ci/setup $$engine; done)
+	@$(if $(RUN),for engine in $(sort $(ENGINES) $(if $(with_sglang),sglang) $(if $(and $(filter vllm,$(ENGINES)),$(filter faults,$(RUN))),dynamo)); do .ci/setup $$engine; done)
 	@$(foreach engine,$(ENGINES),$(foreach part,$(RUN),\
 	  $(call engine_pytest,$(engine),$(or $(ARGS),$(strip $(call tests_of,$(engine),$(part)) $(if $(filter sglangcaches,$(engine)$(part)),$(ENGINE_CLASSES)))));))
 	@$(if $(filter vllmcaches,$(foreach part,$(RUN),$(ENGINES:%=%$(part)))),.ci/setup main; $(PYTEST) $(BIN)/python -m pytest $(ENGINE_CLASSES))
