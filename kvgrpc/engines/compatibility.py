@@ -21,6 +21,7 @@ STAGES, STATES = "pipeline stages of prefill", "models with states"
 _SGLANG, _VLLM = "sglang.srt", "vllm.distributed.kv_transfer.kv_connector.v1"
 _PEERS = f"{_SGLANG}.disaggregation.base.conn"
 _TREE = f"{_SGLANG}.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_CORE = f"{_SGLANG}.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface"
 _RECEIVER = f"{_SGLANG}.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 _CONNECTOR = f"{_VLLM}.base.KVConnectorBase_V1"
 _OFFLOAD = "vllm.v1.kv_offload"
@@ -133,6 +134,7 @@ SGLANG = Engine(
             f"{_SGLANG}.mem_cache.base_prefix_cache.MatchPrefixParams": "key",
             f"{_SGLANG}.mem_cache.base_prefix_cache.MatchResult": "device_prefix_len host_hit_length last_host_node",
             f"{_SGLANG}.mem_cache.radix_cache.RadixKey.__init__": "token_ids extra_key cache_salt",
+            f"{_CORE}.collect_path_info": "",
         },
     },
 )

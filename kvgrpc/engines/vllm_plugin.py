@@ -7,7 +7,6 @@ whose import loads the connector, and imports nothing of vLLM unless there is so
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
 from typing import Any
 
 LISTEN = "KVGRPC_EVENTS_LISTEN"
@@ -16,7 +15,7 @@ LISTEN = "KVGRPC_EVENTS_LISTEN"
 def register() -> None:
     """vLLM's plug-in function: where ``KVGRPC_EVENTS_LISTEN`` is set, vLLM's publisher ``zmq`` is ours.
 
-    Raises FeatureDisabled for a vLLM that this adapter was not made for.
+    vLLM may call it again. Raises FeatureDisabled for a vLLM that this adapter was not made for.
     """
     if not os.environ.get(LISTEN):
         return
@@ -25,15 +24,8 @@ def register() -> None:
     check(VLLM, EVENTS)
     from vllm.distributed.kv_events import EventPublisherFactory
 
-    take_over(EventPublisherFactory._registry)
-
-
-def take_over(publishers: MutableMapping[str, Any]) -> None:
-    """Puts ours under vLLM's own name, the only one that its configuration admits; harmless when repeated."""
-    from kvgrpc.engines.compatibility import EVENTS, VLLM, check
-
-    check(VLLM, EVENTS)
-    publishers["zmq"] = publisher
+    # The only name besides "null" that vLLM's configuration admits.
+    EventPublisherFactory._registry["zmq"] = publisher
 
 
 def publisher(data_parallel_rank: int, **vllm: Any) -> Any:

@@ -19,15 +19,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tests.engines.model import Reference
+from tests.engines.model import Case, Reference
 from tests.support.ports import free_port
-
-if TYPE_CHECKING:
-    from tests.engines.model import Reference
 
 ROOT = Path(__file__).parents[2]
 LOCAL = "127.0.0.1"
@@ -372,6 +369,12 @@ class Pair:
                 assert (prefill.tokens, decode.tokens) == (case.tokens[:1], case.tokens)
                 return
             assert time.monotonic() < end, self.reason_of(decode, room) + self.reason_of(prefill, room)
+
+    def check_at_once(self, cases: Sequence[Case]) -> None:
+        """All are asked at once: decode has the right tokens of each, and no side keeps a page."""
+        halves = [self.submit(case.prompt, len(case.tokens)) for case in cases]
+        assert [decode.result() for _, decode in halves] == [case.tokens for case in cases]
+        assert self.prefill.is_empty() and self.decode.is_empty()
 
     def _where(self, room: int) -> dict[str, Any]:
         return {"bootstrap_host": LOCAL, "bootstrap_port": self.bootstrap_port, "bootstrap_room": room}

@@ -50,8 +50,4 @@ def test_tokens_are_those_of_transformers(pair: Pair, latent: LatentReference, l
 
 
 def test_requests_at_once_leave_no_page_behind(pair: Pair, latent: LatentReference) -> None:
-    cases = [latent.case(120) for _ in range(6)]
-    requests = [pair.submit(case.prompt, len(case.tokens)) for case in cases]
-    for case, (_, decode) in zip(cases, requests, strict=True):
-        assert decode.result() == case.tokens
-    assert pair.prefill.is_empty() and pair.decode.is_empty()
+    pair.check_at_once([latent.case(120) for _ in range(6)])

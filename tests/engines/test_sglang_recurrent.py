@@ -98,10 +98,7 @@ def test_both_ranks_say_that_they_have_a_pool_of_states(setting: Setting) -> Non
 
 
 def test_requests_at_once_keep_their_states_apart(pair: Pair, recurrent: RecurrentReference) -> None:
-    cases = [recurrent.case(length) for length in (20, 40, 60, 80, 100, 120)]
-    halves = [pair.submit(case.prompt, len(case.tokens)) for case in cases]
-    assert [decode.result() for _, decode in halves] == [case.tokens for case in cases]
-    assert pair.prefill.is_empty() and pair.decode.is_empty()
+    pair.check_at_once([recurrent.case(length) for length in (20, 40, 60, 80, 100, 120)])
 
 
 def test_a_prompt_that_continues_another_has_the_right_tokens(pair: Pair, recurrent: RecurrentReference) -> None:
@@ -125,10 +122,7 @@ def test_a_hand_off_that_is_given_up_leaves_no_state_behind(pair: Pair, recurren
     pair.prefill.abort(halves[1][0])
     for request in (waiting, *halves[0], *halves[1]):
         assert request.wait()
-    cases = [recurrent.case(length) for length in (1, 50, 150, 250)]
-    halves = [pair.submit(case.prompt, len(case.tokens)) for case in cases]
-    assert [decode.result() for _, decode in halves] == [case.tokens for case in cases]
-    assert pair.prefill.is_empty() and pair.decode.is_empty()
+    pair.check_at_once([recurrent.case(length) for length in (1, 50, 150, 250)])
 
 
 def test_a_prefill_that_is_killed_ends_what_waits_for_it_and_another_one_serves(setting: Setting) -> None:

@@ -81,8 +81,4 @@ def test_what_decode_holds_of_the_prompt_is_not_handed_over(pair: Pair, single: 
 
 
 def test_requests_at_once_leave_no_page_behind(pair: Pair, model: HeadReference) -> None:
-    cases = [model.case(60 + length, new_tokens=TOKENS) for length in range(6)]
-    requests = [pair.submit(case.prompt, TOKENS) for case in cases]
-    for case, (_, decode) in zip(cases, requests, strict=True):
-        assert decode.result() == case.tokens
-    assert pair.prefill.is_empty() and pair.decode.is_empty()
+    pair.check_at_once([model.case(60 + length, new_tokens=TOKENS) for length in range(6)])

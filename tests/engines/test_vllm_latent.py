@@ -58,10 +58,7 @@ def test_both_ranks_say_that_their_pages_are_latents(pair: VllmPair) -> None:
 
 
 def test_all_blocks_come_back(pair: VllmPair, latent: LatentReference) -> None:
-    cases = [latent.case(length) for length in (20, 40, 60, 80)]
-    halves = [pair.submit(case.prompt, len(case.tokens)) for case in cases]
-    assert [decode.result() for _, decode in halves] == [case.tokens for case in cases]
-    assert pair.prefill.is_empty() and pair.decode.is_empty()
+    pair.check_at_once([latent.case(length) for length in (20, 40, 60, 80)])
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)], ids=["1 to 2", "2 to 1"])

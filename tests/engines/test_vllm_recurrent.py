@@ -90,10 +90,7 @@ def test_both_ranks_say_that_they_have_a_pool_of_states(setting: Setting) -> Non
 
 
 def test_requests_at_once_keep_their_states_apart(pair: VllmPair, recurrent: RecurrentReference) -> None:
-    cases = [recurrent.case(length) for length in (20, 40, 60, 80, 100, 120)]
-    halves = [pair.submit(case.prompt, len(case.tokens)) for case in cases]
-    assert [decode.result() for _, decode in halves] == [case.tokens for case in cases]
-    assert pair.prefill.is_empty() and pair.decode.is_empty()
+    pair.check_at_once([recurrent.case(length) for length in (20, 40, 60, 80, 100, 120)])
 
 
 def test_decode_takes_only_what_it_does_not_hold(setting: Setting) -> None:

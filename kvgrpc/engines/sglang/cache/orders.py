@@ -49,6 +49,10 @@ class CacheOrder:
     stop: Stop = Stop.CANCELLED
 
     @property
+    def token_count(self) -> int:
+        return len(self.tokens) // 8
+
+    @property
     def prompt(self) -> array[int]:
         found = array("q")
         found.frombytes(self.tokens)
@@ -105,7 +109,7 @@ class OrderQueue:
     def put(self, order: CacheOrder) -> None:
         """Raises TooManyRequests."""
         with self._lock:
-            tokens = self._tokens + len(order.tokens) // 8
+            tokens = self._tokens + order.token_count
             if len(self._waiting) >= MAX_ORDERS:
                 raise _full(len(self._waiting) + 1, MAX_ORDERS, "orders that wait for the engine's scheduler")
             if self._waiting and tokens > MAX_TOKENS:
@@ -122,7 +126,7 @@ class OrderQueue:
             for order in self._waiting:
                 if order.number == number:
                     self._waiting.remove(order)
-                    self._tokens -= len(order.tokens) // 8
+                    self._tokens -= order.token_count
                     return True
         return False
 
@@ -132,7 +136,7 @@ class OrderQueue:
             taken: list[CacheOrder] = []
             tokens = 0
             while self._waiting and len(taken) < ORDERS_OF_A_STEP:
-                size = len(self._waiting[0].tokens) // 8
+                size = self._waiting[0].token_count
                 if taken and tokens + size > TOKENS_OF_A_STEP:
                     break
                 tokens += size

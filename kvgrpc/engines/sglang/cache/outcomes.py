@@ -53,7 +53,7 @@ class BroughtPages:
         if end <= near:
             return
         self._followed[order.number] = _Brought(replace(order, kind=OrderKind.LOOK), node, near, end)
-        self._tokens += len(order.tokens) // 8
+        self._tokens += order.token_count
         while len(self._followed) > MAX_FOLLOWED or self._tokens > MAX_TOKENS:
             self._drop(next(iter(self._followed)))
 
@@ -77,7 +77,7 @@ class BroughtPages:
         found: list[CacheOrder] = []
         tokens = 0
         for each in self._followed.values():
-            size = len(each.order.tokens) // 8
+            size = each.order.token_count
             if found and (len(found) == ORDERS_OF_A_STEP or tokens + size > TOKENS_OF_A_STEP):
                 break
             if self._path(each) is None:
@@ -129,4 +129,4 @@ class BroughtPages:
 
     def _drop(self, number: str) -> None:
         brought = self._followed.pop(number, None)
-        self._tokens -= 0 if brought is None else len(brought.order.tokens) // 8
+        self._tokens -= 0 if brought is None else brought.order.token_count
