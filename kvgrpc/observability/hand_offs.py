@@ -1,17 +1,18 @@
 """The ends of hand-offs: what is counted of them, the last that went well, and the one line that a failed one writes.
 
-A room that went well is only appended, by the loop thread; the next tick, or whoever looks before it, counts all that
-ended since the last one in one go.
+A room that went well is only appended, by the loop thread; a tick a second later, or whoever looks before it, counts
+all that ended since in one go: as many array operations for one room as for a thousand.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -29,6 +30,7 @@ STAGES = ("bootstrap", "wait", "transfer", "notify")
 _NOTIFY = STAGES.index("notify")
 _LAST_SUCCEEDED = 256
 _SORTED_AT_ONCE = 1024
+_SORTED_WITHIN_SECONDS = 1.0
 _MOST_PAIRS = 4096
 _MOST_PEERS_SAID = 8
 
@@ -91,6 +93,14 @@ class HandOffs:
         """News of so many rooms were handed to their stream, ``seconds`` after the first of them was there."""
         self._sums.stages[_NOTIFY].add(seconds, rooms)
 
+    def sent(self, rooms: int) -> None:
+        """A frame with news of so many rooms was written."""
+        self._sums.sent.count(rooms)
+
+    def heard(self, rooms: int) -> None:
+        """A frame with news of so many rooms arrived."""
+        self._sums.received.count(rooms)
+
     def failed(self, hand_off: HandOff) -> None:
         failure = hand_off.failure
         assert failure is not None
@@ -149,8 +159,9 @@ class HandOffs:
         return self._pairs.get(peer) or PairFigures()
 
     def sort_in(self) -> None:
-        """Sorts durations into their buckets: once a tick."""
-        self._sort_ended()
+        """Sorts durations into their buckets, once one of them has waited a second; called with each tick."""
+        if self._ended and time.monotonic() - self._ended[0].ended >= _SORTED_WITHIN_SECONDS:
+            self._sort_ended()
 
     def _sort_ended(self) -> None:
         """Counts those that went well since the last time, all in one go: one by one they took a fifth of a room."""
@@ -221,15 +232,27 @@ class _Sums:
         self.succeeded = 0
         self.failed: Counter[str] = Counter()
         self.nbytes = 0
+        self.sent, self.received = _Frames(), _Frames()
         self.seconds = _Histogram()
         self.stages = [_Histogram() for _ in STAGES]
+
+
+class _Frames:
+    """Of sessions, in one direction."""
+
+    def __init__(self) -> None:
+        self.frames = self.rooms = 0
+
+    def count(self, rooms: int) -> None:
+        self.frames += 1
+        self.rooms += rooms
 
 
 class _Histogram:
     """Durations in SECONDS' buckets. Thread-safe."""
 
     def __init__(self) -> None:
-        self._counts = np.zeros(len(SECONDS) + 1, np.int64)
+        self._counts = [0] * (len(SECONDS) + 1)
         self._sum = 0.0
         self._lock = threading.Lock()
 
@@ -239,14 +262,15 @@ class _Histogram:
             self._sum += seconds * times
 
     def add_all(self, seconds: Floats) -> None:
+        buckets = np.bincount(np.searchsorted(SECONDS, seconds), minlength=len(self._counts)).tolist()
         with self._lock:
-            self._counts += np.bincount(np.searchsorted(SECONDS, seconds), minlength=len(self._counts))
+            self._counts = [before + more for before, more in zip(self._counts, buckets, strict=True)]
             self._sum += float(seconds.sum())
 
     def cumulated(self) -> tuple[list[tuple[str, float]], float]:
         """The buckets as prometheus_client takes them, and the sum."""
         with self._lock:
-            counts, total = np.cumsum(self._counts).tolist(), self._sum
+            counts, total = list(accumulate(self._counts)), self._sum
         return [(bound, float(count)) for bound, count in zip((*map(str, SECONDS), "+Inf"), counts, strict=True)], total
 
 
@@ -265,6 +289,12 @@ class _Collected(Collector):
             "Stages of hand-offs that went well, and how long news of rooms waited.",
             labels=("role", "stage"),
         )
+        frames = CounterMetricFamily("kvgrpc_session_frames", "Frames of sessions.", labels=("direction",))
+        rooms = CounterMetricFamily("kvgrpc_session_rooms", "Room states in those frames.", labels=("direction",))
+        for direction in ("sent", "received"):
+            counted: list[_Frames] = [getattr(sums, direction) for sums in _SUMS.values()]
+            frames.add_metric((direction,), sum(each.frames for each in counted))
+            rooms.add_metric((direction,), sum(each.rooms for each in counted))
         for role, sums in _SUMS.items():
             for name, histogram in zip(STAGES, sums.stages, strict=True):
                 stage.add_metric((role, name), *histogram.cumulated())
@@ -273,7 +303,7 @@ class _Collected(Collector):
                 ended.add_metric((role, "failed", reason), count)
             nbytes.add_metric((role,), sums.nbytes)
             took.add_metric((role,), *sums.seconds.cumulated())
-        yield from (ended, nbytes, took, stage)
+        yield from (ended, nbytes, took, stage, frames, rooms)
 
 
 _SUMS = {role: _Sums() for role in ROLES}

@@ -68,9 +68,6 @@ _gauge("kvgrpc_build_info", "Always 1; the versions are labels.", "version", "py
 ProcessCollector(namespace="kvgrpc", registry=REGISTRY)
 
 # Hand-offs. Those that ended: hand_offs.py; what is open now: ranks.py.
-# direction: "sent", "received".
-SESSION_FRAMES = _counter("kvgrpc_session_frames", "Frames of sessions.", "direction")
-SESSION_ROOMS = _counter("kvgrpc_session_rooms", "Room states in those frames.", "direction")
 # outcome: the name of a kvgrpc.dataplane.base.Outcome.
 DATA_PLANE_BYTES = _counter("kvgrpc_data_plane_bytes", "Bytes of submissions that are in place.", "data_plane")
 DATA_PLANE_DESCRIPTORS = _counter(

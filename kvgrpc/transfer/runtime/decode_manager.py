@@ -26,10 +26,6 @@ from kvgrpc.transfer.runtime.boundary import EngineHandle, RoomRequest
 from kvgrpc.transfer.runtime.dead_peers import DeadPeers
 from kvgrpc.transfer.runtime.death_proofs import DeathProofs
 from kvgrpc.transfer.runtime.manager import (
-    FRAMES_RECEIVED,
-    FRAMES_SENT,
-    ROOMS_RECEIVED,
-    ROOMS_SENT,
     Loop,
     TransferConfig,
     TransferManager,
@@ -278,8 +274,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 if session.writer is None:
                     raise InvalidRequest.of("rooms", len(message.rooms), "empty before welcome")
                 wire.check_frame(message, self.config.max_frame_bytes)
-                FRAMES_RECEIVED.inc()
-                ROOMS_RECEIVED.inc(len(message.rooms))
+                self._hand_offs.heard(len(message.rooms))
                 self._hurry()
                 await self._in_turns(wire.parse_response(message), lambda some: core.on_frame(stream, some))
             elif message.HasField("welcome"):
@@ -374,11 +369,10 @@ class DecodeManager(TransferManager[DecodeRoom]):
                         session.wake()
                         session.ready_at = since
                 if entries:
-                    ROOMS_SENT.inc(len(entries))
                     too_large: list[DecodeEntry] = []
                     for frame in wire.encode_requests(entries, session.max_frame_bytes, too_large):
-                        FRAMES_SENT.inc()
                         await call.write(frame)
+                        self._hand_offs.sent(len(frame.rooms) + len(frame.forget_rooms))
                     self._hand_offs.notified(time.monotonic() - since, len(entries))
                     self._fail_too_large(too_large, session.max_frame_bytes)
                 elif session.heartbeat_due:

@@ -19,7 +19,6 @@ from typing import Any, Protocol, TypeVar
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, Internal, Reason, ServerDraining, TooManyRequests
 from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankRef, Role
-from kvgrpc.observability import metrics
 from kvgrpc.observability.hand_offs import HandOff, HandOffs
 from kvgrpc.observability.tracing import spans_of
 from kvgrpc.rpc.turns import PIECE_SECONDS, Turns
@@ -55,10 +54,6 @@ _GIVE_WAY_SECONDS = 50e-6
 _FEW_ROOMS = 1024
 ENTRIES_IN_A_TURN = 1024
 _ENTRIES_AT_ONCE, _TURN_SECONDS = 64, 0.01
-
-# Children of the counters, because labels() costs more than the count.
-FRAMES_SENT, FRAMES_RECEIVED = metrics.SESSION_FRAMES.labels("sent"), metrics.SESSION_FRAMES.labels("received")
-ROOMS_SENT, ROOMS_RECEIVED = metrics.SESSION_ROOMS.labels("sent"), metrics.SESSION_ROOMS.labels("received")
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,6 @@ from kvgrpc.transfer.protocol.types import Align, RoomKey, RoomState
 from kvgrpc.transfer.runtime.boundary import EngineHandle, Reader, SentPages
 from kvgrpc.transfer.runtime.hello import read_hello
 from kvgrpc.transfer.runtime.manager import (
-    FRAMES_RECEIVED,
-    FRAMES_SENT,
-    ROOMS_RECEIVED,
-    ROOMS_SENT,
     Loop,
     TransferConfig,
     TransferManager,
@@ -353,8 +349,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
                     break
                 if message.rooms or message.forget_rooms:
                     wire.check_frame(message, self.config.max_frame_bytes)
-                    FRAMES_RECEIVED.inc()
-                    ROOMS_RECEIVED.inc(len(message.rooms) + len(message.forget_rooms))
+                    self._hand_offs.heard(len(message.rooms) + len(message.forget_rooms))
                     entries = wire.parse_request(message, pool_pages, self.own_pages)
                     await self._in_turns(entries, lambda some: core.on_frame(session, ref, some))
                 else:
@@ -379,10 +374,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
                     session.wake()
                     session.ready_at = since
             if entries:
-                ROOMS_SENT.inc(len(entries))
                 for frame in wire.encode_responses(entries, session.max_frame_bytes):
-                    FRAMES_SENT.inc()
                     await session.write(frame)
+                    self._hand_offs.sent(len(frame.rooms))
                 self._hand_offs.notified(time.monotonic() - since, len(entries))
             elif session.heartbeat_due:
                 session.heartbeat_due = False
