@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import random
 from collections.abc import Iterator
 
@@ -37,6 +39,11 @@ def domain_errors(address: str, who: str = REGISTRY) -> Iterator[None]:
 
 def unreachable(address: str, why: str, who: str = REGISTRY) -> PeerUnreachable:
     return PeerUnreachable(f"{who} at {address} did not answer: {why}", metadata={"address": address})
+
+
+def is_refusal(error: KvGrpcError) -> bool:
+    """True if nobody listens at the address, as far as the library's text says it."""
+    return isinstance(error, PeerUnreachable) and os.strerror(errno.ECONNREFUSED) in error.message
 
 
 def pause_before(attempt: int, first: float, longest: float, error: KvGrpcError | None) -> float:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvgrpc.server.rank.calls import REFUSED_SECONDS
 from tests.support.pairs import (
     BOTH_PLANES,
     FAILED,
@@ -267,6 +268,35 @@ def test_decode_meets_the_successor_of_a_killed_prefill_before_a_request_needs_i
         assert time.monotonic() < deadline, decode.call("peers")
         time.sleep(0.05)
     assert decode.call("close")[0]
+
+
+def test_a_room_for_a_prefill_that_died_while_no_room_needed_it_fails_at_once(start: Start) -> None:
+    """Its registry died with it; the room waited 30 s for that."""
+    prefill = start("P", "PREFILL", registry="embedded").opened()
+    decode = start("D", "DECODE").opened()
+    decode.call("receive", 1, prefill.address, [1])
+    prefill.call("send", 1, [1])
+    decode.call("wait", "receivers", [1], [SUCCESS])
+    wait_until(lambda: decode.call("rooms_open") == 0)
+    prefill.kill()
+    wait_until(lambda: not decode.call("peers"))
+    asked = time.monotonic()
+    decode.call("receive", 2, prefill.address, [2])
+    (state,) = decode.call("wait", "receivers", [2], [FAILED]).values()
+    assert state[1] == "PEER_LOST" and state[2] - asked < BELOW_A_PING
+
+
+def test_a_room_for_a_prefill_that_decode_never_met_and_that_is_dead_fails_in_seconds(start: Start) -> None:
+    """Nobody listens at its own registry. One that a request names an engine of may be on its way back."""
+    decode = start("D", "DECODE").opened()
+    registry, asked = f"127.0.0.1:{free_port()}", time.monotonic()
+    decode.call("receive", 1, f"{registry}/P", [1])
+    decode.call("receive", 2, registry, [2])
+    (state,) = decode.call("wait", "receivers", [2], [FAILED]).values()
+    assert state[1] == "PEER_UNREACHABLE" and REFUSED_SECONDS <= state[2] - asked < REFUSED_SECONDS + BELOW_A_PING
+    prefill = start("P", "PREFILL", registry="embedded", listen=registry).opened()
+    prefill.call("send", 1, [1])
+    decode.call("wait", "receivers", [1], [SUCCESS])
 
 
 def test_a_killed_registry_fails_no_hand_off_and_everybody_comes_back(start: Start) -> None:

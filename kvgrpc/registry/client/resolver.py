@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import grpc
 from kvgrpc.errors import EngineNotFound, KvGrpcError, PeerUnreachable
 from kvgrpc.model import Role
 from kvgrpc.registry import wire
-from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
+from kvgrpc.registry.calls import domain_errors, is_refusal, pause_before, unreachable
 from kvgrpc.registry.model import RankSelector, ResolvedEngine, absent
 from kvgrpc.rpc.dialing.channels import ChannelPool
 from kvgrpc.rpc.dialing.retry import may_repeat
@@ -33,6 +34,7 @@ class _Question:
     selectors: tuple[RankSelector, ...]
     wait_ready: bool
     with_pools: bool
+    refused_for: float
 
 
 class Resolver:
@@ -56,15 +58,17 @@ class Resolver:
         timeout: float = 10.0,
         wait_ready: bool = True,
         with_pools: bool = False,
+        refused_for: float = math.inf,
     ) -> ResolvedEngine:
         """The engine with the rows that any of the selectors fits (none: only the engine); their pools only
         where ``with_pools`` says so.
 
         ``engine`` may be empty when the registry has exactly one of the role. With ``wait_ready`` it waits until every
-        rank is registered. A registry that is down or warming up is asked again until ``timeout`` seconds are over.
+        rank is registered. A registry that is down or warming up is asked again until ``timeout`` seconds are over, but
+        not longer than its address has refused for ``refused_for`` seconds.
         Raises EngineNotFound, WarmingUp, PeerUnreachable, InvalidRequest and what a server's front raises.
         """
-        question = _Question(address, engine, role, tuple(selectors), wait_ready, with_pools)
+        question = _Question(address, engine, role, tuple(selectors), wait_ready, with_pools, refused_for)
         pending = self._pending.get(question)
         if pending is None:
             pending = self._pending[question] = _Pending(self, question, timeout)
@@ -138,7 +142,8 @@ class _Pending:
         self._task.cancel()
 
     async def _ask_until_answered(self) -> ResolvedEngine:
-        attempt = 0
+        attempt, now = 0, self._loop.time
+        refused_since = math.inf
         while True:
             try:
                 return await self._resolver.ask(self._question, self._remaining())
@@ -146,8 +151,10 @@ class _Pending:
                 self._error = error
                 if isinstance(error, PeerUnreachable):
                     self._resolver.redial(self._question)
+                refused_since = min(refused_since, now()) if is_refusal(error) else math.inf
                 pause = pause_before(attempt, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, error)
-                if not self._worth_asking_again(error) or pause >= self._remaining():
+                is_gone = now() - refused_since >= self._question.refused_for
+                if is_gone or not self._worth_asking_again(error) or pause >= self._remaining():
                     raise
             attempt += 1
             await asyncio.sleep(pause)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ import grpc
 
 from kvgrpc.errors import CredentialsInvalid
 from kvgrpc.model import RankId, Role
-from kvgrpc.net import AddressPolicy, parse_bootstrap_addr, replicas
+from kvgrpc.net import AddressPolicy, BootstrapAddress, parse_bootstrap_addr, replicas
 from kvgrpc.registry.client.following import Following
 from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.model import RankSelector
@@ -22,6 +23,8 @@ from kvgrpc.transfer.runtime.resolve import PrefillEngine
 
 # For a registry to name the successor of a rank that is dead; it may have died with it.
 _AT_ONCE_SECONDS = 1.0
+# A registry of one prefill lives in it. It may be late; who does not listen for so long is gone, with its rooms.
+REFUSED_SECONDS = 5.0
 
 
 class RankCalls:
@@ -38,8 +41,10 @@ class RankCalls:
         """The registry behind a request's address, if this rank may dial it (contract section 4)."""
         address = parse_bootstrap_addr(bootstrap_addr)
         self._policy.check(address)
-        resolver = self.resolver
-        resolve = partial(resolver.resolve, address.target, address.engine, Role.PREFILL, wait_ready=not at_once)
+        asked = address.target, address.engine, Role.PREFILL
+        resolve = partial(
+            self.resolver.resolve, *asked, wait_ready=not at_once, refused_for=self._refused_seconds(address)
+        )
         timeout = min(_AT_ONCE_SECONDS, self._config.resolve_timeout) if at_once else self._config.resolve_timeout
         try:
             engine = await resolve([RankSelector(pp=decode.pp)], timeout)
@@ -69,6 +74,13 @@ class RankCalls:
         """Changes of the prefill engine behind a request's address, which ``resolve`` was allowed to dial."""
         address = parse_bootstrap_addr(bootstrap_addr)
         return await self.following.change(address.target, address.engine, Role.PREFILL, since, timeout)
+
+    def _refused_seconds(self, address: BootstrapAddress) -> float:
+        """For how long the address of a registry may refuse. One of many engines, which a request names with the engine
+        or this rank's settings name, comes back; so does what has something before it that may refuse in its place.
+        """
+        is_of_many = address.engine or address.target in _configured(self._config.registry)
+        return math.inf if is_of_many or not self._config.refusal_proves_death else REFUSED_SECONDS
 
     def to_anybody(self, address: str) -> grpc.aio.Channel:
         """To an address that the configuration or a registry named."""

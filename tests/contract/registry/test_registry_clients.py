@@ -430,6 +430,27 @@ class TestResolver:
         assert refused.value.metadata["address"] == gone.address
         assert time.monotonic() - started < 4
 
+    async def test_one_that_refuses_is_given_up_after_the_time_that_the_caller_bears(self, resolver: Resolver) -> None:
+        gone = await Served().start()
+        await gone.stop()
+        started = time.monotonic()
+        with pytest.raises(PeerUnreachable):
+            await resolver.resolve(gone.address, "P", Role.PREFILL, timeout=40, refused_for=1.0)
+        assert 1.0 <= time.monotonic() - started < 6
+
+    async def test_one_that_refused_for_less_is_waited_for(self, resolver: Resolver) -> None:
+        gone = await Served().start()
+        await gone.stop()
+        asking = asyncio.ensure_future(
+            resolver.resolve(gone.address, "P", Role.PREFILL, timeout=40, refused_for=5.0, wait_ready=False)
+        )
+        await asyncio.sleep(1.5)  # the time that it is away
+        back = await Served().start(gone.port)
+        await asyncio.sleep(5.0)  # it warms up, and says so, for longer than it may refuse
+        await back.register(row())
+        assert (await asking).ready
+        await back.stop()
+
     async def test_what_cannot_become_right_is_not_repeated(self, served: Served, resolver: Resolver) -> None:
         for name in ("a", "b"):
             await served.register(row(name))

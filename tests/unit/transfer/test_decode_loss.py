@@ -140,14 +140,33 @@ class TestBreaksAndLoss:
                 side.core.on_end(again)
         assert dials <= 30
 
-    def test_an_idle_pair_that_breaks_is_dropped(self, side: Side) -> None:
+    def idle(self, side: Side) -> Stream:
         _, stream = side.writing()
         side.hear(stream, RoomState.SUCCESS, Writes.SETTLED)
-        side.ticks(1)
+        side.ticks(TIMING.connect_within + 1, stream)
         side.said()
-        side.core.on_goodbye(stream, None)
+        return stream
+
+    def test_an_idle_pair_that_breaks_is_dialled_once_and_dropped(self, side: Side) -> None:
+        stream = self.idle(side)
+        side.core.on_end(stream)
+        (again,) = side.take("dials")
+        side.core.on_end(again)
         side.ticks(1)
         assert not side.core.pairs and not side.take("dials")
+        assert side.take("lost_peers") == [P0.ref] and not side.take("dead")
+
+    def test_an_idle_pair_that_said_it_leaves_is_not_dialled(self, side: Side) -> None:
+        side.core.on_goodbye(self.idle(side), Failure(Reason.SERVER_DRAINING, "leaves"))
+        side.ticks(1)
+        assert not side.core.pairs and not side.take("dials")
+
+    def test_the_death_of_an_idle_peer_is_known_before_a_room_needs_it(self, side: Side) -> None:
+        side.core.on_end(self.idle(side))
+        (again,) = side.take("dials")
+        side.core.on_refused(again)
+        side.ticks(1)
+        assert side.take("dead") == [P0.ref] == side.take("lost_peers") and not side.core.pairs
 
 
 def test_a_dial_that_nobody_answers_is_closed_before_the_next_and_with_its_pair(side: Side) -> None:
@@ -165,7 +184,7 @@ def test_others_hear_that_an_idle_peer_is_gone(side: Side) -> None:
     side.core.predial(P0)
     (stream,) = side.welcome()
     side.core.on_end(stream)
-    side.ticks(1)
+    side.ticks(TIMING.welcome_within + 2)
     assert side.take("lost_peers") == [P0.ref] and not side.core.pairs
 
 

@@ -475,8 +475,10 @@ class DecodeCore:
         self._work.dials.append(pair.dial(self._streams, self.now, self.timing))
 
     def _break(self, pair: DecodePair) -> None:
-        """Fails nothing; decode dials again, at once the first time (rule 3, break and loss)."""
-        if pair.rooms and self.now >= pair.next_dial_at:
+        """Fails nothing; decode dials again, at once the first time (rule 3, break and loss). Without rooms too: those
+        to come are not to wait for one whose address refuses.
+        """
+        if (pair.rooms or (pair.welcomed and not pair.drained)) and self.now >= pair.next_dial_at:
             self._dial(pair)
 
     def _prove_dead(self, pair: DecodePair) -> None:
