@@ -6,22 +6,30 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from kvgrpc.engines.sglang.cache.orders import CacheOrder, OrderKind, Told
+from kvgrpc.engines.sglang.cache.outcomes import BroughtPages
 from kvgrpc.engines.sglang.cache.tree import TreeOrders
 from kvgrpc.prefetch.model import OperationState, Stop
 from tests.engines.host_pools import PAGE
 
+PROMPT = 4 * PAGE
+
 
 class Tree:
-    """SGLang's prefix tree, as far as one prefetch of an order looks at it. ``fails``: of looks for a prompt."""
+    """SGLang's prefix tree, as far as one prefetch of an order looks at it. ``fails``: of looks for a prompt; ``near``:
+    tokens of each that the host has; ``hit``: of those behind them that storage has."""
 
     page_size = PAGE
     enable_storage, hicache_storage_pass_prefix_keys, prefetch_threshold = True, False, 1
     tree_core = SimpleNamespace(is_eagle=False)
 
     def __init__(self) -> None:
-        self.fails = 0
+        self.fails = self.near = 0
+        self.hit = PAGE
         self.ongoing_prefetch: dict[Any, Any] = {}
+        self.terminated: list[Any] = []
         self.ongoing_backup: dict[int, Any] = {}
         self.prefetch_loaded_tokens_by_reqid: dict[Any, int] = {}
 
@@ -29,24 +37,52 @@ class Tree:
         if self.fails:
             self.fails -= 1
             raise RuntimeError("no such node")
-        return SimpleNamespace(device_prefix_len=0, host_hit_length=0, last_host_node=None)
+        return SimpleNamespace(device_prefix_len=0, host_hit_length=self.near, last_host_node=self.near)
 
     def is_root(self, node: Any) -> bool:
         return True
+
+    def begin(self) -> None:
+        """Storage has been asked, and the first tokens come."""
+        (begun,) = self.ongoing_prefetch.values()
+        begun.host_indices, begun.operation.completed_tokens = range(self.hit), 1
+
+    def land(self, near: int) -> None:
+        """SGLang has ended the only prefetch; ``near`` is what the host has now."""
+        (handle,) = self.ongoing_prefetch
+        self.ongoing_prefetch.clear()
+        self.prefetch_loaded_tokens_by_reqid[handle] = self.hit
+        self.near = near
+
+    def check_prefetch_progress(self, handle: Any) -> None:
+        self.land(self.near)
 
     def get_last_hash_value(self, node: Any) -> None:
         return None
 
     def prefetch_from_storage(self, handle: Any, *arguments: Any, **more: Any) -> None:
-        operation = SimpleNamespace(completed_tokens=0, storage_hit_count=PAGE)
+        operation = SimpleNamespace(
+            completed_tokens=0, storage_hit_count=self.hit, mark_terminate=lambda: self.terminated.append(handle)
+        )
         self.ongoing_prefetch[handle] = SimpleNamespace(operation=operation, host_indices=None)
 
     def release_aborted_request(self, handle: Any) -> None:
         pass
 
 
+class Followed(BroughtPages):
+    """Who follows pages that came, and what it heard: which order's, the last node, where they begin and end."""
+
+    def __init__(self) -> None:
+        super().__init__(None, lambda *told: None)
+        self.heard: list[tuple[str, Any, int, int]] = []
+
+    def follow(self, order: CacheOrder, node: Any, near: int, end: int) -> None:
+        self.heard.append((order.number, node, near, end))
+
+
 def ordered(kind: OrderKind, number: str, **more: Any) -> CacheOrder:
-    return CacheOrder(kind, number, array("q", range(2 * PAGE)).tobytes(), **more)
+    return CacheOrder(kind, number, array("q", range(PROMPT)).tobytes(), **more)
 
 
 class TestOrdersOnATree:
@@ -68,3 +104,45 @@ class TestOrdersOnATree:
         told = list[Told]()
         TreeOrders(Tree(), told.append).do(CacheOrder(OrderKind.CUT, "gone", stop=Stop.DEADLINE))
         assert told == [Told("gone", OperationState.EXPIRED, Stop.DEADLINE)]
+
+    def test_what_one_brings_begins_behind_what_was_there_and_is_followed_as_far_as_it_is_there(self) -> None:
+        tree, told, followed = Tree(), list[Told](), Followed()
+        tree.near, tree.hit = PAGE, 2 * PAGE
+        orders = TreeOrders(tree, told.append, followed)
+        orders.do(ordered(OrderKind.PREFETCH, "a"))
+        tree.begin()
+        orders.look_after()
+        tree.land(near=3 * PAGE)
+        orders.look_after()
+        near, hit = PAGE, 2 * PAGE
+        assert told == [
+            Told("a", OperationState.QUERYING, near=near, done=near),
+            Told("a", OperationState.TRANSFERRING, near=near, hit=hit, done=near + 1),
+            Told("a", OperationState.DONE, near=near, hit=hit, done=near + hit),
+        ]
+        assert followed.heard == [("a", 3 * PAGE, PAGE, 3 * PAGE)]
+
+    @pytest.mark.parametrize(
+        ("there", "state"), [(2 * PAGE, OperationState.PARTIAL), (PAGE, OperationState.FAILED)], ids=["some", "all"]
+    )
+    def test_what_was_lost_again_before_it_was_looked_at_is_told(self, there: int, state: OperationState) -> None:
+        tree, told, followed = Tree(), list[Told](), Followed()
+        tree.near, tree.hit = PAGE, 2 * PAGE
+        orders = TreeOrders(tree, told.append, followed)
+        orders.do(ordered(OrderKind.PREFETCH, "a"))
+        tree.land(near=there)
+        orders.look_after()
+        assert told[-1] == Told("a", state, Stop.PAGE_LOST, near=PAGE, hit=2 * PAGE, done=there)
+        assert followed.heard == [("a", there, PAGE, there)]
+
+    @pytest.mark.parametrize(
+        ("stop", "state"), [(Stop.DEADLINE, OperationState.EXPIRED), (Stop.CANCELLED, OperationState.CANCELLED)]
+    )
+    def test_a_cut_ends_it_with_what_has_come_and_its_reason(self, stop: Stop, state: OperationState) -> None:
+        tree, told = Tree(), list[Told]()
+        orders = TreeOrders(tree, told.append)
+        orders.do(ordered(OrderKind.PREFETCH, "a"))
+        orders.do(CacheOrder(OrderKind.CUT, "a", stop=stop))
+        assert told[-1] == Told("a", state, stop, hit=PAGE) and len(tree.terminated) == 1
+        orders.do(CacheOrder(OrderKind.CUT, "a", stop=stop))
+        assert told[-1] == Told("a", state, stop) and len(told) == 3, "ended once, and not known any more"

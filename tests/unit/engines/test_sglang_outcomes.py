@@ -44,9 +44,9 @@ class Followed:
         self.tree.nodes[1] = (0, ALL)
         self.follow("a", near)
 
-    def follow(self, number: str, near: int = 0) -> None:
+    def follow(self, number: str, near: int = 0, end: int = ALL) -> None:
         order = CacheOrder(OrderKind.PREFETCH, number, array("q", range(ALL)).tobytes())
-        self.outcomes.follow(order, 1, near, ALL)
+        self.outcomes.follow(order, 1, near, end)
 
     def tell(self, number: str, used: int, lost: int) -> None:
         before = self.told.get(number, (0, 0))
@@ -91,6 +91,18 @@ def test_what_was_there_before_the_order_is_not_its_own() -> None:
     assert followed.told == {}
     followed.load(1)
     assert followed.told == {"a": (ALL - 2 * PAGE, 0)}
+
+
+def test_an_order_that_brought_nothing_is_not_followed() -> None:
+    followed = Followed(near=ALL)
+    del followed.tree.nodes[1]
+    assert followed.looks() == [] and followed.told == {}
+
+
+def test_what_its_node_has_behind_it_is_not_its_own(followed: Followed) -> None:
+    followed.follow("b", end=ALL // 2)
+    followed.load(1)
+    assert followed.told == {"a": (ALL, 0), "b": (ALL // 2, 0)}
 
 
 def test_what_leaves_the_host_before_a_request_came_is_lost(followed: Followed) -> None:
