@@ -38,7 +38,7 @@ class Landings:
         so many pages; ``axes``: of our pages, where holders of another kind lend theirs in the common order."""
         self._staging, self._take_memory, self._receive = staging, take_memory, receive
         self._loop = loop
-        self._opening = threading.Lock()
+        self._taking = threading.Lock()
         # By tensor-parallel size, and whether pages come in the common order.
         self._of_size: dict[tuple[int, bool], Landing] = {}
         # Whoever was late to open a place finds its memory the next time.
@@ -60,13 +60,9 @@ class Landings:
         if not holder.tp_size:
             return self._common if holder.common else self._own
         size = holder.tp_size, holder.common
-        if size in self._of_size:  # without the lock: another size may be seconds on its way
-            return self._of_size[size]
-        with self._opening:
-            if size not in self._of_size:
-                self._check_sizes(holder)
-                self._open(holder)
-            return self._of_size[size]
+        if size not in self._of_size:
+            self._open(size, holder)
+        return self._of_size[size]
 
     def start(self) -> None:
         watch_staging(self._staging.use)
@@ -98,21 +94,21 @@ class Landings:
             forget_staging(use)
 
     def _check_sizes(self, holder: Holder) -> None:
-        if (holder.tp_size, holder.common) not in self._memory and len(self._memory) >= MOST_SIZES:
+        if len(self._memory) >= MOST_SIZES:
             raise TooManyRequests(
                 f"pages of {holder.engine} are of tensor-parallel size {holder.tp_size}, "
                 f"and those of {MOST_SIZES} other sizes have the memory to land in",
                 metadata={"limit": MOST_SIZES, "value": MOST_SIZES + 1, "scope": "tensor-parallel sizes"},
             )
 
-    def _open(self, holder: Holder) -> None:
+    def _open(self, size: tuple[int, bool], holder: Holder) -> None:
         what = f"pages of {holder.engine}, of tensor-parallel size {holder.tp_size},"
         try:
-            size = holder.tp_size, holder.common
-            memory = self._memory.get(size)
-            if memory is None:
-                memory = self._memory[size] = self._take_memory(holder)
-            self._loop.run(self._start(size, memory), _OPEN_SECONDS)
+            with self._taking:
+                if size not in self._memory:
+                    self._check_sizes(holder)
+                    self._memory[size] = self._take_memory(holder)
+            self._loop.run(self._start(size, self._memory[size]), _OPEN_SECONDS)
         except (MemoryError, OSError, ValueError) as error:
             most = self._staging.landing.size
             metadata = {"limit": most, "value": most, "scope": "landing pages"}
@@ -122,6 +118,8 @@ class Landings:
 
     async def _start(self, size: tuple[int, bool], memory: StagedShares) -> None:
         """In one turn of the loop: a drain before it leaves nothing that nobody closes, one after it finds all."""
+        if size in self._of_size:  # of another thread that came with it
+            return
         if self._ended or self._draining:
             raise ServerDraining("the cache is closing and takes nothing more")
         manager = self._receive(memory, memory.pool.pages)
