@@ -315,14 +315,16 @@ class TieredCache:
         return self.pages_behind(hashes, 0)
 
     def pages_behind(self, hashes: Sequence[str], first: int) -> Pages:
-        """Does the same for those behind the ``first`` ones: a prompt that is lent in parts is walked for each part."""
+        """Does the same for those behind the ``first`` ones. A prompt that is lent in parts stays the nodes that it is,
+        and a node stays whole while a part of it is read."""
         with self._lock:
             found, names, begin = list[int](), list[str](), 0
-            for node in self._tree.match(hashes).nodes:
+            for node in self._tree.match(hashes, split=False).nodes:
                 if node.host is None or node.writing:
                     break
-                found.extend(node.host[max(0, first - begin) :])
-                names.extend(node.hashes[max(0, first - begin) :])
+                part = slice(max(0, first - begin), len(hashes) - begin)
+                found.extend(node.host[part])
+                names.extend(node.hashes[part])
                 begin += len(node)
             # The tree believes that a hash is of all before it. A stranger may have named one that is not.
             asked = list(hashes[first : first + len(names)])

@@ -205,9 +205,10 @@ class PrefixTree:
             yield node
             waiting.extend(node.children.values())
 
-    def match(self, hashes: Sequence[str], *, touch: bool = True) -> CachedPrefix:
-        """The cached prefix of a prompt. ``touch`` counts it as a use (recency, hits), splits the node it ends in."""
-        path = self._path(hashes, split=touch)
+    def match(self, hashes: Sequence[str], *, touch: bool = True, split: bool = True) -> CachedPrefix:
+        """The cached prefix of a prompt. ``touch`` counts it as a use (recency, hits) and splits the node it ends in;
+        without ``split`` all of that node counts as used."""
+        path = self._path(hashes, split=touch and split)
         device: list[int] = []
         host: list[int] = []
         nodes: list[Node] = []

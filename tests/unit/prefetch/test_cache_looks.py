@@ -13,6 +13,7 @@ from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Tier
 from kvgrpc.prefetch.model import NotEnoughPages
 from kvgrpc.prefetch.pools.host import HostPool
+from kvgrpc.prefetch.pools.pages import as_pages
 from kvgrpc.prefetch.pools.shape import PageShape
 from kvgrpc.prefetch.tree.cache import TieredCache
 from kvgrpc.prefetch.tree.looks import NODES_AT_ONCE
@@ -198,6 +199,29 @@ def test_what_comes_behind_the_beginning_of_a_prompt_is_read_without_it(first: i
         assert found.tolist() == pages[first : min(last, 10)].tolist()
         assert host.table.counts()["read"] == len(found)
         host.table.end_read(found)
+    cache.clear()
+    assert host.close()
+
+
+def test_a_prompt_that_is_lent_in_parts_stays_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many they are: each split copies what is behind it, and nobody joins them."""
+    host = HostPool(PageShape.mha(1, 4, 1, 8, "float16"), 12)
+    cache = TieredCache(host)
+    whole = [f"{page:064d}" for page in range(10)]
+    for hashes, count in ((whole, 10), (["f" * 64], 1)):
+        pages = host.table.take(count)
+        assert not isinstance(pages, NotEnoughPages)
+        host.table.commit(pages)
+        cache.keep(hashes, 0, pages, "")
+    with monkeypatch.context() as patched:
+        patched.setattr(PrefixTree, "_split", None)
+        parts = [cache.pages_behind(whole[: first + 2], first).tolist() for first in range(0, 10, 2)]
+        parts.append(cache.pages_behind([*whole[:3], "e" * 64], 2).tolist())
+    assert [len(part) for part in parts] == [2, 2, 2, 2, 2, 1]
+    assert cache.evict_host(11) == 1, "it is read"
+    for part in parts:
+        host.table.end_read(as_pages(part))
+    assert cache.evict_host(4) == 4 and cache.leading(whole) == 6
     cache.clear()
     assert host.close()
 

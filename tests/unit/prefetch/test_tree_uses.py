@@ -53,6 +53,14 @@ def test_each_match_is_one_hit_of_every_page_that_it_found() -> None:
     assert {text[-1]: node.hits for node in tree.nodes() for text in node.hashes} == {"a": 2, "b": 2, "c": 1, "d": 1}
 
 
+@pytest.mark.parametrize("touch", [True, False])
+def test_a_match_without_a_split_leaves_the_nodes_as_they_are(touch: bool) -> None:
+    tree = PrefixTree()
+    tree.insert_host(chain("abcd"), 0, range(4))
+    assert tree.match(chain("ab"), touch=touch, split=False).host == (0, 1)
+    assert [(len(node), node.hits) for node in tree.nodes()] == [(4, int(touch))]
+
+
 def test_to_look_how_much_of_a_prompt_is_there_is_no_use_of_it() -> None:
     tree = PrefixTree()
     tree.insert_device(chain("abcd"), range(4))
