@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import heapq
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -225,9 +227,11 @@ class StagingPages:
     """Free pages of one direction, given out from the lowest on: those that follow each other at both ends of a room
     are one write, and one copy. Thread-safe."""
 
-    def __init__(self, pages: Sequence[int]) -> None:
-        self.size = len(pages)
-        self._free = sorted(pages, reverse=True)
+    def __init__(self, pages: range) -> None:
+        self.size = self._count = len(pages)
+        # Runs of free pages, (first, end), the lowest first: of a million pages a few come and go. Two that follow each
+        # other become one where both are taken and come back together.
+        self._free = [(pages.start, pages.stop)] if pages else []
         self._retired: list[tuple[Callable[[], bool], list[int]]] = []
         self._changed = threading.Condition()
         self._closed = False
@@ -237,7 +241,7 @@ class StagingPages:
         """Pages that are out, those included that wait for evidence."""
         with self._changed:
             self._sweep()
-            return self.size - len(self._free)
+            return self.size - self._count
 
     def take(self, most: int, timeout: float = 0.0, *, leaving_half: bool = False) -> list[int]:
         """Up to ``most`` pages, at least one unless none comes back within ``timeout`` seconds. ``leaving_half``: at
@@ -249,9 +253,15 @@ class StagingPages:
                 if left <= 0 or self._closed:
                     return []
                 self._changed.wait(min(left, _LOOK_SECONDS))
-            count = min(most, (len(self._free) + 1) // 2 if leaving_half else len(self._free))
-            taken = self._free[-count:][::-1] if count > 0 else []
-            del self._free[len(self._free) - len(taken) :]
+            count = min(most, (self._count + 1) // 2 if leaving_half else self._count)
+            taken = list[int]()
+            while len(taken) < count:
+                first, end = heapq.heappop(self._free)
+                stop = min(end, first + count - len(taken))
+                taken.extend(range(first, stop))
+                if stop < end:
+                    heapq.heappush(self._free, (stop, end))
+            self._count -= len(taken)
             return taken
 
     def close(self) -> None:
@@ -284,8 +294,10 @@ class StagingPages:
 
     def _put(self, pages: Sequence[int]) -> None:
         """Under the lock."""
-        self._free.extend(pages)
-        self._free.sort(reverse=True)
+        self._count += len(pages)
+        for _, run in groupby(enumerate(sorted(pages)), lambda each: each[1] - each[0]):
+            numbers = [page for _, page in run]
+            heapq.heappush(self._free, (numbers[0], numbers[-1] + 1))
 
 
 # Evidence comes from the loop, which tells nobody here.

@@ -17,7 +17,7 @@ from kvgrpc.model import RankId, RankRef
 from kvgrpc.prefetch.storage.base import PageBuffers
 from kvgrpc.pull.book import PullBook
 from kvgrpc.pull.lending.lender import Lender
-from kvgrpc.pull.staging import Staging
+from kvgrpc.pull.staging import Staging, StagingPages
 from tests.support.waiting import wait_until
 
 PAGE_BYTES = 64
@@ -128,6 +128,17 @@ def test_pages_are_given_out_in_order_however_they_came_back(staging: Staging) -
     landing.retire([6, 5], lambda: True)
     landing.give_back([4])
     assert landing.take(9) == [4, 5, 6, 7] and landing.take(1) == [] and landing.taken == 4
+
+
+def test_a_few_of_many_pages_come_and_go_without_a_look_at_the_others() -> None:
+    """The event loop waits for the same lock."""
+    pages = StagingPages(range(1 << 50))
+    assert pages.take(8) == [*range(8)]
+    pages.give_back([6, 0, 4])
+    pages.give_back([3, 5])
+    assert pages.take(4) == [0, 3, 4, 5] and pages.taken == 7
+    pages.give_back([*range(6), 7])
+    assert pages.take(1 << 10) == [*range(1 << 10)] and pages.taken == 1 << 10
 
 
 def test_pages_in_several_parts_are_copied_in_and_out(staging: Staging) -> None:
