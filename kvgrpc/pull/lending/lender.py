@@ -145,7 +145,10 @@ class Lender:
         """Waits until the room has ended, and gives its pages back by evidence."""
         try:
             while not self.is_over(loan):
+                due = self._now() + _LOOK_SECONDS
                 await loan.sender.wait_async(_LOOK_SECONDS)
+                # This process stood still: that its taker opens the room may lie unread.
+                loan.lent_at += max(0.0, self._now() - due)
         finally:  # cancelled too: the pages of a room that nobody looks after any more are nobody's
             self.end(loan)
 

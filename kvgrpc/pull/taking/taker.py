@@ -14,7 +14,7 @@ from kvgrpc.prefetch.storage.base import MISSING, OK, PageBuffers, PageResult, f
 from kvgrpc.pull.book import Entry, PullBook
 from kvgrpc.pull.model import Found, Holder, Lent, PullDirection
 from kvgrpc.pull.taking.landing import Landing
-from kvgrpc.pull.taking.silent import SilentHolders
+from kvgrpc.pull.taking.silent import OWN_DELAY_SECONDS, SilentHolders
 from kvgrpc.pull.waits import ForAnswer, ForPages, ForRoom, ForTime, Waiting, blocking
 from kvgrpc.transfer import KVReceiver
 from kvgrpc.transfer.protocol.types import MAX_ROOM
@@ -97,7 +97,8 @@ class Taker:
                 if batch is None:
                     return failed(f"no staging page came back in {wait:.1f} s")
                 yield from self._open(batch)
-            pull.now, batch.moved = batch, pull.moved
+            pull.now = batch
+            batch.moved = pull.moved = max(batch.moved, pull.moved)
             if batch.count and batch.failure is None:
                 yield from self._open_behind(pull, batch)
                 batch.failure = yield from self._receive_all(batch)
@@ -114,7 +115,7 @@ class Taker:
                 return MISSING
             if not self._may_wait(batch.failure, pull.moved, pull.end):
                 return failed(batch.failure.message)
-            yield ForTime(_pause_after(batch.failure))
+            pull.moved += yield from self._late(ForTime(_pause_after(batch.failure)))
         return MISSING
 
     def _begin(self, pull: _Pull, done: int, wait: float) -> Waiting[_Batch | None]:
@@ -210,7 +211,7 @@ class Taker:
                 others_come = batch.rooms and all(each.receiver.failure is None for each in batch.rooms)
                 if not others_come or not self._may_wait(failure, batch.moved, batch.end):
                     raise
-            yield ForTime(_pause_after(failure))
+            batch.moved += yield from self._late(ForTime(_pause_after(failure)))
 
     def _receive(self, room: _Room, end: float) -> Waiting[Failure | None]:
         """Until a room has ended; why it brought nothing."""
@@ -258,8 +259,15 @@ class Taker:
                 receiver.abort("the time of the pull is over")
                 return False
             if not receiver.ended:
-                yield ForRoom(receiver, _LOOK_SECONDS)
+                moved += yield from self._late(ForRoom(receiver, _LOOK_SECONDS))
         return True
+
+    def _late(self, wait: ForTime | ForRoom) -> Waiting[float]:
+        """Waits; seconds by which that took much too long: this process stood still, and no holder was silent."""
+        due = self._now() + wait.seconds
+        yield wait
+        late = self._now() - due
+        return late if late > OWN_DELAY_SECONDS else 0.0
 
     def _entry(self, holder: Holder, ref: RankRef, room: int, asked: int, lent: int, page_bytes: int) -> Entry:
         entry = Entry(room, PullDirection.TAKEN, ref, holder.address, asked, lent, page_bytes)

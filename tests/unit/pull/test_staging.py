@@ -15,8 +15,9 @@ import pytest
 from kvgrpc.errors import ServerDraining
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.prefetch.storage.base import PageBuffers
-from kvgrpc.pull.book import PullBook
-from kvgrpc.pull.lending.lender import Lender
+from kvgrpc.pull.book import Entry, PullBook
+from kvgrpc.pull.lending.lender import UNOPENED_SECONDS, Lender, Loan
+from kvgrpc.pull.model import PullDirection
 from kvgrpc.pull.staging import Staging, StagingPages
 from tests.support.waiting import wait_until
 
@@ -128,6 +129,39 @@ def test_pages_are_given_out_in_order_however_they_came_back(staging: Staging) -
     landing.retire([6, 5], lambda: True)
     landing.give_back([4])
     assert landing.take(9) == [4, 5, 6, 7] and landing.take(1) == [] and landing.taken == 4
+
+
+class _Sender:
+    """Its taker opens the room, which this process reads in its second look; in the first it ``stops``."""
+
+    decode_prefix_pages: int | None = None
+    pages_done, failure, release_safe, ended = 0, None, True, False
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.aborted: list[str] = []
+
+    async def wait_async(self, seconds: float) -> None:
+        if self.now == 100.0:
+            self.now += seconds + 2 * UNOPENED_SECONDS
+        else:
+            self.now += seconds
+            self.decode_prefix_pages, self.ended = 0, True
+
+    def abort(self, why: str) -> None:
+        self.aborted.append(why)
+        self.ended = True
+
+    def close(self) -> None: ...
+
+
+async def test_a_process_that_stood_still_takes_no_room_for_unopened(staging: Staging) -> None:
+    sender, taker, book = _Sender(), RankRef(RankId("taker"), 1), PullBook(PAGE_BYTES)
+    lender = Lender(_Cache(), staging, object(), book, lambda: sender.now)  # type: ignore[arg-type]
+    entry = Entry(1, PullDirection.LENT, taker, "", 1, 1)
+    book.begin(entry)
+    await lender.settle(Loan(sender, staging.lending.take(1), entry, sender.now))  # type: ignore[arg-type]
+    assert not sender.aborted and not staging.lending.taken
 
 
 def test_a_few_of_many_pages_come_and_go_without_a_look_at_the_others() -> None:
