@@ -34,7 +34,7 @@ class _Brought:
 
 class BroughtPages:
     """At the leading rank, in the scheduler's thread. ``tell`` hears how many more tokens of an order's prompt were
-    used, and how many were lost.
+    used, and how many were lost: whole pages, for SGLang's nodes end with pages, and so does what it matches.
 
     Orders past the bounds are followed no more, the oldest first: what is left of them is told as neither.
     """
