@@ -256,6 +256,7 @@ class Pair:
     prefill: Engine
     decode: Engine
     sends_chunks = True  # of a prompt, each when it is computed
+    prefill_engine: type[Engine] = Engine
     both_sides_at_once = True  # its routers ask so: what decode does not name after a loss was for the dead one
 
     def __init__(
@@ -298,7 +299,8 @@ class Pair:
             "port": free_port(),
         }
         environment = {**self._environment, **self._own_environment.get(role, {})}
-        return Engine(role, self._folder, {**self._arguments[role], **own, **more}, environment)
+        kind = self.prefill_engine if role == "prefill" else Engine
+        return kind(role, self._folder, {**self._arguments[role], **own, **more}, environment)
 
     def start_decode_beside(self, **more: Any) -> Engine:
         """A second decode engine, ready; meanwhile the pair is stopped, because schedulers poll without a pause."""

@@ -22,7 +22,7 @@ from benchmarks import missed, stages, steps
 from benchmarks.__main__ import all_benchmarks, main
 from benchmarks.baselines.disaggregation import contiguous_groups
 from benchmarks.claims import CLAIMS, unsupported
-from benchmarks.harness import quiet
+from benchmarks.harness import quiet, threads
 from benchmarks.harness.plan import FULL
 from benchmarks.harness.rounds import Benchmark, Figures, run
 from benchmarks.harness.table import Metric, Row, Target, plots
@@ -359,6 +359,12 @@ def test_what_others_used_is_the_machines_less_ours(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="others have no subreapers")
+def test_of_a_generating_process_the_other_threads_are_counted_and_no_other_process() -> None:
+    before = {(1, 1): 5.0, (1, 2): 1.0, (2, 2): 0.0}
+    after = {(1, 1): 9.0, (1, 2): 1.5, (1, 3): 0.25, (2, 2): 3.0}
+    assert threads.beside_busiest(before, after) == 0.75
+
+
 def test_what_a_killed_engines_children_used_stays_ours() -> None:
     burn = "import os, time\nwhile time.process_time() < 0.5: pass\nprint(os.getpid(), flush=True)\ntime.sleep(60)"
     start = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {burn!r}]).wait()"
