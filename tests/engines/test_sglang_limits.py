@@ -43,13 +43,17 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 # What is set; what the refusal names, why, and what to do.
 REFUSED = {
-    "attention cp": ("parallel", {"attn_cp_size": 2}, "--attn-cp-size 2: .*some of a request's tokens; use --attn-cp"),
+    "attention cp at decode": (
+        "parallel",
+        {"attn_cp_size": 2},
+        "--attn-cp-size 2 at decode: .*to one such rank alone; use --attn-cp-size 1 there",
+    ),
     "decode cp": (
         "parallel",
         {"attn_dcp_size": 4},
         "--dcp-size 4: .*some of a request's tokens; use --dcp-size 1",
     ),
-    "sharding": ("parallel", {"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding: .*layers; leave it out"),
+    "sharding": ("parallel", {"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding: .*pages; leave it out"),
     "hisparse": ("memory", {"enable_hisparse": True}, "--enable-hisparse: .*pages of the host.*; leave it out"),
     "host memory": (
         "disagg",
@@ -157,6 +161,7 @@ def test_a_setting_that_is_not_served_is_refused_with_the_reason_and_what_to_do(
         ("speculative", {}, 2),
         ("checksum", {"disaggregation_enable_kv_checksum": True}, 0),
         ("optimistic", {"optimistic_prefill_attempts": 1, "disaggregation_mode": "prefill"}, 0),
+        ("context", {"disaggregation_mode": "prefill"}, 0),
     ],
 )
 def test_what_was_never_run_is_served_to_who_asks_for_it_by_name(
@@ -167,11 +172,39 @@ def test_what_was_never_run_is_served_to_who_asks_for_it_by_name(
     drafts: int,
 ) -> None:
     settings["disagg"].update(changed)
+    settings["parallel"]["attn_cp_size"] = 1 + (word == limits.CONTEXT)
     given = SimpleNamespace(**{**vars(kv_args()), "num_draft_entries": drafts})
     with pytest.raises(FeatureDisabled, match=f"never run.*KVGRPC_UNTRIED={word}"):
         limits.check_supported(given)
     monkeypatch.setenv(limits.UNTRIED, f"dsa,{word}")
     limits.check_supported(given)
+
+
+@pytest.mark.parametrize(
+    ("args", "parallel", "says"),
+    [
+        ({"is_hybrid_mla_backend": True}, {}, "states beside latents"),
+        ({}, {"enable_dsa_cache_layer_split": True}, "--enable-dsa-cache-layer-split"),
+        ({}, {"enable_cp_tp_group_sharing": True}, "states divided among the same ranks"),
+        ({}, {}, "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"),
+    ],
+)
+def test_context_parallel_ranks_of_which_each_hands_over_a_part_are_refused(
+    settings: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    args: dict[str, Any],
+    parallel: dict[str, Any],
+    says: str,
+) -> None:
+    settings["disagg"]["disaggregation_mode"] = "prefill"
+    settings["parallel"].update(parallel)
+    monkeypatch.setenv(limits.UNTRIED, limits.CONTEXT)
+    given = SimpleNamespace(**vars(kv_args()), **args)
+    with envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.override(not args and not parallel):
+        limits.check_supported(given)
+        settings["parallel"]["attn_cp_size"] = 2
+        with pytest.raises(FeatureDisabled, match=f"--attn-cp-size 2 with {says}: .*the first hands over all; use --a"):
+            limits.check_supported(given)
 
 
 def test_drafts_of_eagle_are_served_where_one_layer_computes_them(settings: dict[str, dict[str, Any]]) -> None:

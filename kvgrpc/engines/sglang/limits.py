@@ -17,7 +17,8 @@ from kvgrpc.errors import FeatureDisabled
 # Kinds of state to hand over although nobody has seen it work, "dsa,dsa_tail", pipeline stages of decode, and what else
 # was never run.
 UNTRIED, PIPELINE = "KVGRPC_UNTRIED", "pipeline"
-SPECULATIVE, CHECKSUM, OPTIMISTIC = "speculative", "checksum", "optimistic"
+SPECULATIVE, CHECKSUM, OPTIMISTIC, CONTEXT = "speculative", "checksum", "optimistic", "context"
+ALL_SEND = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
 _HOST_THRESHOLD = "disaggregation_decode_host_receive_threshold"
 
 
@@ -30,6 +31,7 @@ def check_supported(kv_args: Any) -> None:
     untried = sorted(_untried(kv_args) - asked)
     algorithm = has(get_spec(), "speculative_algorithm", "")
     drafts_as_run = algorithm == "EAGLE" and not states and not has(get_spec(), "enable_multi_layer_eagle")
+    parted = _parted(kv_args)
     refused = (
         (
             bool(untried),
@@ -77,12 +79,6 @@ def check_supported(kv_args: Any) -> None:
             f"leave it out, or set {UNTRIED}={CHECKSUM} on both sides",
         ),
         (
-            parallel.attn_cp_size > 1,
-            f"--attn-cp-size {parallel.attn_cp_size}",
-            "a rank then holds some of a request's tokens",
-            "use --attn-cp-size 1",
-        ),
-        (
             has(parallel, "attn_dcp_size", 1) > 1,
             f"--dcp-size {parallel.attn_dcp_size}",
             "a rank then holds some of a request's tokens",
@@ -91,8 +87,26 @@ def check_supported(kv_args: Any) -> None:
         (
             has(parallel, "enable_kv_cache_sharding"),
             "--enable-kv-cache-sharding",
-            "a rank then holds some of a request's layers",
+            "a rank then holds some of a request's pages",
             "leave it out",
+        ),
+        (
+            parallel.attn_cp_size > 1 and disagg.disaggregation_mode == "decode",
+            f"--attn-cp-size {parallel.attn_cp_size} at decode",
+            "SGLang hands over to one such rank alone",
+            "use --attn-cp-size 1 there",
+        ),
+        (
+            parallel.attn_cp_size > 1 and bool(parted),
+            f"--attn-cp-size {parallel.attn_cp_size} with {', '.join(parted)}",
+            "each of these ranks then hands over a part of a request, and with kvgrpc the first hands over all",
+            "use --attn-cp-size 1",
+        ),
+        (
+            parallel.attn_cp_size > 1 and CONTEXT not in asked,
+            f"--attn-cp-size {parallel.attn_cp_size}",
+            "no attention of SGLang's for CPUs divides a prompt, so that it was never run with kvgrpc",
+            f"use --attn-cp-size 1, or set {UNTRIED}={CONTEXT}",
         ),
         (
             has(get_memory(), "enable_hisparse"),
@@ -186,6 +200,18 @@ def _untried(kv_args: Any) -> set[str]:
     states = list(getattr(kv_args, "state_types", ()))
     kinds = {kind_of(state) for place, state in enumerate(states) if not is_plain_window(kv_args, place)}
     return set() if {kind_of(state) for state in states} == {STATE_A_REQUEST} else kinds
+
+
+def _parted(kv_args: Any) -> list[str]:
+    """Reasons why each context parallel rank of this prefill would hand over a part; without one all have all pages."""
+    parallel = get_parallel()
+    reasons = {
+        "states beside latents": has(kv_args, "is_hybrid_mla_backend"),
+        "--enable-dsa-cache-layer-split": has(parallel, "enable_dsa_cache_layer_split"),
+        "states divided among the same ranks": has(parallel, "enable_cp_tp_group_sharing"),
+        ALL_SEND: is_set(ALL_SEND),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 def _asked_for() -> set[str]:

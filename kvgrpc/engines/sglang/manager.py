@@ -44,7 +44,6 @@ class KvGrpcManager(BaseKVManager):
 
     supports_deferred_decode_kv_release = True
     enable_deferred_decode_kv_release = True
-    is_dummy_cp_rank = False
 
     def __init__(
         self, args: Any, disaggregation_mode: DisaggregationMode, server_args: Any, is_mla_backend: bool | None = False
@@ -59,6 +58,8 @@ class KvGrpcManager(BaseKVManager):
         self.attempt = 0
         role = Role.PREFILL if disaggregation_mode is DisaggregationMode.PREFILL else Role.DECODE
         check_supported(args)
+        # SGLang's word: of prefill's context parallel (CP) ranks it counts the bytes of the first, which sends.
+        self.is_dummy_cp_rank = role is Role.PREFILL and get_parallel().attn_cp_rank > 0
         # Where half of the layers keep states SGLang says only there that the others keep latents (Kimi Linear).
         place = _place(role, args, bool(is_mla_backend) or bool(getattr(args, "is_hybrid_mla_backend", False)))
         self.rank = open_rank(rank_config(args, place, _shared_plane(place.local_ip)))
@@ -121,7 +122,7 @@ def _place(role: Role, kv_args: Any, mla: bool) -> SchedulerProcess:
     dp_size = parallel.attn_dp_size if attention_dp else parallel.dp_size
     return SchedulerProcess(
         role=role,
-        layout=Layout(dp=dp_size, pp=parallel.pp_size, tp=parallel.attn_tp_size),
+        layout=Layout(dp=dp_size, pp=parallel.pp_size, cp=parallel.attn_cp_size, tp=parallel.attn_tp_size),
         dp=parallel.attn_dp_rank if attention_dp else parallel.dp_rank or 0,
         tp=parallel.attn_tp_rank,
         host=serving.host,
@@ -134,6 +135,7 @@ def _place(role: Role, kv_args: Any, mla: bool) -> SchedulerProcess:
         kv_heads=0 if mla else model.get_total_num_kv_heads(),
         page_layout=page_layout(),
         pp=parallel.pp_rank,
+        cp=parallel.attn_cp_rank,
         first_layer=_first_layer(kv_args, model.num_hidden_layers),
         **(_state_form(model.hf_config) if STATE_A_REQUEST in state_names(kv_args) else {}),
     )

@@ -28,6 +28,7 @@ class SchedulerProcess:
     ``engine_selects_dp``: its dp controller gives requests to other dp ranks than room % dp.
     ``kv_heads``: of the whole model; 0: MLA, each rank holds all. ``page_layout``: SGLang's word for the order
     of tokens and heads in a page. ``pp`` and ``first_layer``: its pipeline stage, and where that begins in the model.
+    ``cp``: which of prefill's context parallel ranks, all of which have all pages.
     ``state_dtype`` and ``state_axes``: torch's names for what a state a request is made of, and a word for the order of
     its bytes; "" where the model has none.
     """
@@ -47,6 +48,7 @@ class SchedulerProcess:
     page_layout: str = "nhd"
     pp: int = 0
     first_layer: int = 0
+    cp: int = 0
     state_dtype: str = ""
     state_axes: str = ""
 
@@ -71,6 +73,7 @@ def rank_config(kv_args: Any, place: SchedulerProcess, plane: DataPlane | None =
         "layout": place.layout,
         "dp": place.dp,
         "pp": place.pp,
+        "cp": place.cp,
         "tp": place.tp,
         "pools": pools(kv_args, place),
         "model": place.model,
