@@ -100,6 +100,17 @@ class TestOrdersOnATree:
             ("b", OperationState.DECLINED),
         ]
 
+    def test_one_whose_progress_cannot_be_read_is_told_once(self) -> None:
+        tree, told = Tree(), list[Told]()
+        orders = TreeOrders(tree, told.append)
+        orders.do(ordered(OrderKind.PREFETCH, "a"))
+        tree.begin()
+        (begun,) = tree.ongoing_prefetch.values()
+        del begun.operation.completed_tokens
+        for _ in range(2):
+            orders.look_after()
+        assert [each.state for each in told] == [OperationState.QUERYING, OperationState.FAILED]
+
     def test_a_cut_of_one_that_the_tree_does_not_know_ends_it(self) -> None:
         told = list[Told]()
         TreeOrders(Tree(), told.append).do(CacheOrder(OrderKind.CUT, "gone", stop=Stop.DEADLINE))
