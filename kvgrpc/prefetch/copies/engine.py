@@ -51,7 +51,6 @@ class CopyEngine:
         self.host = host
         self._piece_pages = piece_pages
         self._on_ack = on_ack
-        self._path = {direction: CopyPath(device, host, backend) for direction in Direction}
         self._lane = {direction: open_lane(device.device) for direction in Direction}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -64,6 +63,7 @@ class CopyEngine:
         self._pinned = pin(host, device.device)
         with contextlib.ExitStack() as opened:
             opened.callback(self._unpin)
+            self._path = {direction: CopyPath(device, host, backend) for direction in Direction}
             self._writer: QueueThreads[CopyOperation] = QueueThreads(
                 "cache-write", self._write_all, self._writes_failed, most=MERGED_COPIES, limit=MAX_WAITING
             )

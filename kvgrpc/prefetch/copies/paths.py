@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvgrpc.errors import InvalidRequest
+from kvgrpc.prefetch.copies.streams import seen_by
 from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages
@@ -19,39 +20,57 @@ from kvgrpc.prefetch.pools.pages import Pages
 # One slice copy costs about as much as gathering so many rows.
 _ROWS_OF_A_SLICE = 2
 _Run = tuple[int, int, int, int]
+# What kernels move at once: numbers of device pages and of host pages, and the host's as a slice if that is one copy.
+_Batch = tuple[Tensor, Tensor, slice | None]
 # Rows of one column, each a value of its own: numpy gathers and scatters them as memory.
 _Items = npt.NDArray[np.void]
 # Bytes that are gathered before they are scattered: they are still in a core's cache then.
 _GATHERED_BYTES = 256 * 1024
+# The same on a device: the most of its memory that a copy takes for itself.
+_STAGED_BYTES = 32 * 1024 * 1024
 
 
 class IoBackend(enum.Enum):
-    """KERNEL: rows are gathered and scattered on the device, and cross in runs of host pages. DIRECT: runs of pages
-    that are adjacent on both sides cross as they are, which is best where pages are."""
+    """KERNEL: one kernel gathers the rows of a layer and one scatters them, in the host's memory too. DIRECT: runs of
+    pages that are adjacent on both sides cross as they are, which is best where pages are; others as with KERNEL."""
 
     KERNEL = "kernel"
     DIRECT = "direct"
 
 
 class CopyPath:
-    """Both directions between two pools of one shape. Not thread-safe; every copy is asynchronous on CUDA."""
+    """Both directions between two pools of one shape. Not thread-safe; every copy is asynchronous on CUDA.
 
-    def __init__(self, device: DevicePool, host: HostPool, backend: IoBackend = IoBackend.KERNEL) -> None:
+    ``kernels``: rows are moved by kernels of the device, to which the host's memory is mapped (``streams.seen_by``);
+    None: on CUDA. A CPU runs the same lines, but numpy moves more there.
+    """
+
+    def __init__(
+        self,
+        device: DevicePool,
+        host: HostPool,
+        backend: IoBackend = IoBackend.KERNEL,
+        *,
+        kernels: bool | None = None,
+    ) -> None:
         if device.shape != host.shape:
             raise InvalidRequest.of("device_pool.shape", device.shape, f"the host pool's, {host.shape}")
         self._device = device
         self._host = host
-        self._direct = backend is IoBackend.DIRECT
-        self._views = {
-            (layer, block.component.name): _view(host, number, layer)
-            for number, block in enumerate(host.blocks)
-            for layer in range(host.shape.layers)
-        }
+        self._views = _views(host, [torch.from_numpy(host.block_memory(number)) for number in range(len(host.blocks))])
         self._components = [block.component.name for block in host.blocks]
-        self._cuda = device.device.type == "cuda"
-        self._last_runs: tuple[Pages, Pages, list[_Run]] | None = None
+        self._kernels = device.device.type == "cuda" if kernels is None else kernels
+        # Else torch takes a slice of pages through memory of its own, and the caller waits for it.
+        self._slices = not self._kernels or all(view.is_contiguous() for view in self._views.values())
+        self._direct = backend is IoBackend.DIRECT and self._slices
+        self._last: tuple[Pages, Pages, list[_Run], list[_Batch]] | None = None
         # On a CPU, of each layer and component: the columns of the host's rows beside those of the device's.
         self._columns: dict[tuple[int, str], list[tuple[_Items, _Items]]] = {}
+        # With kernels, of each layer and component: the host's rows beside the device's.
+        self._words: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+        if self._kernels:
+            seen = [seen_by(device.device, host.block_memory(number)) for number in range(len(host.blocks))]
+            self._words = {name: _words(view, device.rows(*name)) for name, view in _views(host, seen).items()}
 
     @property
     def layers(self) -> int:
@@ -59,45 +78,63 @@ class CopyPath:
 
     def down(self, layer: int, device_pages: Pages, host_pages: Pages) -> None:
         """One layer of the pages, from device to host."""
+        runs, batches = self._plan(device_pages, host_pages)
         for component in self._components:
             rows, view = self._device.rows(layer, component), self._views[layer, component]
-            if runs := self._runs_of(device_pages, host_pages):
-                for _, device_first, host_first, count in runs:
-                    _copy(view[host_first : host_first + count], rows[device_first : device_first + count])
-            elif self._cuda:
-                gathered = rows.index_select(0, self._index(device_pages))
-                for start, _, host_first, count in _runs(None, host_pages):
-                    _copy(view[host_first : host_first + count], gathered[start : start + count])
-            else:
-                for ours, theirs in self._columns_of(layer, component):
-                    _scatter(ours, host_pages, theirs, device_pages)
+            for _, device_first, host_first, count in runs:
+                _copy(view[host_first : host_first + count], rows[device_first : device_first + count])
+            for device_index, host_index, host_run in batches:
+                ours, theirs = self._words[layer, component]
+                gathered = theirs.index_select(0, device_index)
+                if host_run is None:
+                    ours.index_copy_(0, host_index, gathered)
+                else:
+                    _copy(view[host_run], gathered.view(torch.uint8))
+            if not runs and not self._kernels:
+                for to, source in self._columns_of(layer, component):
+                    _scatter(to, host_pages, source, device_pages)
 
     def up(self, layer: int, host_pages: Pages, device_pages: Pages) -> None:
         """One layer of the pages, from host to device."""
+        runs, batches = self._plan(device_pages, host_pages)
         for component in self._components:
             rows, view = self._device.rows(layer, component), self._views[layer, component]
-            if runs := self._runs_of(device_pages, host_pages):
-                for _, device_first, host_first, count in runs:
-                    _copy(rows[device_first : device_first + count], view[host_first : host_first + count])
-            elif self._cuda:
-                staged = torch.empty((len(host_pages), rows.shape[1]), dtype=torch.uint8, device=rows.device)
-                for start, _, host_first, count in _runs(None, host_pages):
-                    _copy(staged[start : start + count], view[host_first : host_first + count])
-                rows.index_copy_(0, self._index(device_pages), staged)
-            else:
-                for ours, theirs in self._columns_of(layer, component):
-                    _scatter(theirs, device_pages, ours, host_pages)
+            for _, device_first, host_first, count in runs:
+                _copy(rows[device_first : device_first + count], view[host_first : host_first + count])
+            for device_index, host_index, host_run in batches:
+                ours, theirs = self._words[layer, component]
+                if host_run is None:
+                    gathered = ours.index_select(0, host_index)
+                else:
+                    gathered = view[host_run].to(rows.device, non_blocking=True).view(theirs.dtype)
+                theirs.index_copy_(0, device_index, gathered)
+            if not runs and not self._kernels:
+                for source, to in self._columns_of(layer, component):
+                    _scatter(to, device_pages, source, host_pages)
 
-    def _runs_of(self, device_pages: Pages, host_pages: Pages) -> list[_Run]:
-        """Runs that are worth a slice copy each; empty: too few pages are adjacent. Found once for all layers of a
-        copy, which gives the same arrays for each."""
-        if not self._direct:
-            return []
-        known = self._last_runs
+    def _plan(self, device_pages: Pages, host_pages: Pages) -> tuple[list[_Run], list[_Batch]]:
+        """Runs that are worth a slice copy each, if enough pages are adjacent; else what kernels move, if there are
+        such. Found once for all layers of a copy, which gives the same arrays for each."""
+        known = self._last
         if known is None or known[0] is not device_pages or known[1] is not host_pages:
-            runs = list(_runs(device_pages, host_pages))
-            known = self._last_runs = (device_pages, host_pages, runs if _few(runs, len(host_pages)) else [])
-        return known[2]
+            runs = list(_runs(device_pages, host_pages)) if self._direct else []
+            if not _few(runs, len(host_pages)):
+                runs = []
+            batches = self._batches(device_pages, host_pages) if self._kernels and not runs else []
+            known = self._last = (device_pages, host_pages, runs, batches)
+        return known[2], known[3]
+
+    def _batches(self, device_pages: Pages, host_pages: Pages) -> list[_Batch]:
+        device_index, host_index = (
+            torch.from_numpy(pages).to(self._device.device, non_blocking=True) for pages in (device_pages, host_pages)
+        )
+        largest = max(component.layer_bytes for component in self._host.shape.components)
+        at_once = max(1, _STAGED_BYTES // largest)
+        parts = [slice(start, start + at_once) for start in range(0, len(host_pages), at_once)]
+        return [
+            (device_index[part], host_index[part], _adjacent(host_pages[part]) if self._slices else None)
+            for part in parts
+        ]
 
     def _columns_of(self, layer: int, component: str) -> list[tuple[_Items, _Items]]:
         """The same bytes of each page at the host and the device: one column, or as many as a page has rows there."""
@@ -108,25 +145,31 @@ class CopyPath:
             self._columns[layer, component] = known
         return known
 
-    def _index(self, pages: Pages) -> Tensor:
-        return torch.from_numpy(pages).to(self._device.device, non_blocking=True)
 
-
-def _view(host: HostPool, number: int, layer: int) -> Tensor:
-    """Live bytes of one component and layer: uint8 ``[pages, row_bytes]`` or ``[pages, rows, row_bytes]``."""
-    block = host.blocks[number]
-    memory = torch.from_numpy(host.block_memory(number))
-    if block.rows == 1:
-        size, stride = (host.pages, block.row_bytes), (block.page_stride, 1)
-        return torch.as_strided(memory, size, stride, memory.storage_offset() + layer * block.layer_stride)
-    shape = (host.pages, block.rows, block.row_bytes)
-    strides = (block.page_stride, block.row_stride, 1)
-    return torch.as_strided(memory, shape, strides, memory.storage_offset() + layer * block.layer_stride)
+def _views(host: HostPool, memory: list[Tensor]) -> dict[tuple[int, str], Tensor]:
+    """Live bytes of each layer and component: uint8 ``[pages, row_bytes]`` or ``[pages, rows, row_bytes]``."""
+    views = {}
+    for block, seen in zip(host.blocks, memory, strict=True):
+        rows, apart = ((), ()) if block.rows == 1 else ((block.rows,), (block.row_stride,))
+        shape, strides = (host.pages, *rows, block.row_bytes), (block.page_stride, *apart, 1)
+        for layer in range(host.shape.layers):
+            offset = seen.storage_offset() + layer * block.layer_stride
+            views[layer, block.component.name] = torch.as_strided(seen, shape, strides, offset)
+    return views
 
 
 def _copy(destination: Tensor, source: Tensor) -> None:
     destination, source = _alike(destination, source)
     destination.copy_(source, non_blocking=True)
+
+
+def _words(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in words of eight bytes, of which each thread of a kernel moves one, if they divide into such."""
+    one, other = _alike(one, other)
+    both = [(rows.shape[-1], rows.data_ptr(), rows.storage_offset(), *rows.stride()[:-1]) for rows in (one, other)]
+    if any(number % 8 for numbers in both for number in numbers):
+        return one, other
+    return one.view(torch.int64), other.view(torch.int64)
 
 
 def _columns(rows: Tensor) -> list[_Items]:

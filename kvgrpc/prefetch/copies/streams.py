@@ -6,9 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from kvgrpc.errors import CopyFailed
-from kvgrpc.prefetch.pools.host import HostPool
+from kvgrpc.prefetch.pools.host import Bytes, HostPool
 
 
 class Mark(Protocol):
@@ -92,7 +93,8 @@ def pin(host: HostPool, device: torch.device) -> bool:
     """Page-locks the host pool for copies of ``device``; False where nothing has to be. Raises CopyFailed."""
     if device.type != "cuda":
         return False
-    code = int(torch.cuda.cudart().cudaHostRegister(host.address, host.nbytes, 0))
+    with torch.cuda.device(device):  # to which it is mapped as well
+        code = int(torch.cuda.cudart().cudaHostRegister(host.address, host.nbytes, 0))
     if code:
         raise CopyFailed(
             f"{host.nbytes} bytes of host memory cannot be page-locked (CUDA error {code}): allow more locked memory "
@@ -104,3 +106,29 @@ def pin(host: HostPool, device: torch.device) -> bool:
 
 def unpin(host: HostPool) -> None:
     torch.cuda.cudart().cudaHostUnregister(host.address)
+
+
+def seen_by(device: torch.device, memory: Bytes) -> Tensor:
+    """Memory of a host pool as a tensor of ``device``, whose kernels read and write it where it lies. On CUDA it is
+    page-locked first, and not used once it is not. Raises CopyFailed."""
+    if device.type != "cuda":
+        return torch.from_numpy(memory)
+    seen = torch.as_tensor(_Mapped(memory), device=device)
+    if seen.data_ptr() != memory.ctypes.data:
+        raise CopyFailed(
+            f"{device} sees a copy of the host pool and not its memory", metadata={"direction": "pin", "layer": ""}
+        )
+    return seen
+
+
+class _Mapped:
+    """Page-locked memory has one address for the host and for the device."""
+
+    def __init__(self, memory: Bytes) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": memory.shape,
+            "typestr": "|u1",
+            "data": (int(memory.ctypes.data), False),
+            "version": 3,
+        }
