@@ -17,11 +17,13 @@ from kvgrpc.errors import FeatureDisabled
 
 HAND_OFFS, EVENTS, STORAGE, ORDERS = "hand-offs", "KV events", "storage tier", "prefetch by routers"
 STAGES, STATES = "pipeline stages of prefill", "models with states"
+DECODE_STAGES = "pipeline stages of decode"
 
 _SGLANG, _VLLM = "sglang.srt", "vllm.distributed.kv_transfer.kv_connector.v1"
 _PEERS = f"{_SGLANG}.disaggregation.base.conn"
 _TREE = f"{_SGLANG}.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _CORE = f"{_SGLANG}.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface"
+_SCHEDULER_OF_STAGES = f"{_SGLANG}.managers.scheduler_pp_mixin.SchedulerPPMixin"
 _RECEIVER = f"{_SGLANG}.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 _CONNECTOR = f"{_VLLM}.base.KVConnectorBase_V1"
 _OFFLOAD = "vllm.v1.kv_offload"
@@ -91,6 +93,12 @@ SGLANG = Engine(
         STAGES: {
             f"{_SGLANG}.disaggregation.pp_consensus_store.PPConsensusStore.__init__": "pp_size pp_rank pp_group",
             f"{_SGLANG}.disaggregation.pp_consensus_store.PPConsensusStore": "collect pop",
+        },
+        DECODE_STAGES: {
+            f"{_SCHEDULER_OF_STAGES}._pp_pd_get_decode_transferred_ids": "self",
+            f"{_SCHEDULER_OF_STAGES}.process_decode_transfer_queue": "self release_rids",
+            f"{_SCHEDULER_OF_STAGES}.get_rids": "self req_queue is_send",
+            f"{_SCHEDULER_OF_STAGES}._pp_recv_pyobj_from_prev_stage": "self",
         },
         STATES: {
             f"{_SGLANG}.configs.mamba_utils.mamba2_state_dtype": "config",

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+from sglang.srt.disaggregation.common.conn import KVTransferError
 
 from kvgrpc.engines.sglang.held import RoomsAwaitingRelease
 from kvgrpc.engines.sglang.manager import KvGrpcManager
@@ -29,6 +31,28 @@ def manager_over(decode: Any) -> Any:
     manager.external_registry, manager._state_names, manager.attempt = "", (), 0
     manager.kv_args = SimpleNamespace(page_size=16)
     return manager
+
+
+def test_pages_that_have_come_are_given_up_where_another_pipeline_stage_has_none() -> None:
+    prefill = open_prefill(config(Role.PREFILL, NullDataPlane(), "embedded"))
+    decode = open_decode(config(Role.DECODE, NullDataPlane()))
+    manager = manager_over(decode)
+    try:
+        receiver, sender = KvGrpcReceiver(manager, prefill.address, ROOM), KVSender(prefill.transfer, room=ROOM)
+        receiver.init(ROOM)
+        sender.init(1)
+        receiver.send_metadata(np.array([3], np.int32))
+        sender.send(np.array([10], np.int32))
+        wait_until(lambda: receiver.poll() == KVPoll.Success)
+        receiver.give_up()
+        assert receiver.poll() == KVPoll.Failed
+        with pytest.raises(KVTransferError):
+            receiver.failure_exception()
+        receiver.ensure_abort_notified(force_arm=True)
+        assert manager.is_abort_release_safe(ROOM, 0)
+    finally:
+        prefill.close()
+        decode.close()
 
 
 def test_a_second_request_of_a_room_gives_back_no_pages_that_are_still_written_for_the_first() -> None:

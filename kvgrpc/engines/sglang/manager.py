@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get
 from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
 from kvgrpc.engines.addresses import bracketed, loopback_for
-from kvgrpc.engines.compatibility import SGLANG, STAGES, STATES, check
+from kvgrpc.engines.compatibility import DECODE_STAGES, SGLANG, STAGES, STATES, check
 from kvgrpc.engines.identity import MODEL_NAME, identity
 from kvgrpc.engines.sglang.held import RoomsAwaitingRelease
 from kvgrpc.engines.sglang.limits import check_supported, is_set, page_layout
@@ -58,6 +58,8 @@ class KvGrpcManager(BaseKVManager):
         self.attempt = 0
         role = Role.PREFILL if disaggregation_mode is DisaggregationMode.PREFILL else Role.DECODE
         check_supported(args)
+        if role is Role.DECODE and get_parallel().pp_size > 1:
+            check(SGLANG, DECODE_STAGES)
         # SGLang's word: of prefill's context parallel (CP) ranks it counts the bytes of the first, which sends.
         self.is_dummy_cp_rank = role is Role.PREFILL and get_parallel().attn_cp_rank > 0
         # Where half of the layers keep states SGLang says only there that the others keep latents (Kimi Linear).

@@ -7,9 +7,10 @@ import functools
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from kvgrpc.engines.compatibility import EVENTS, HAND_OFFS, ORDERS, SGLANG, check, missing, refusal
+from kvgrpc.engines.compatibility import DECODE_STAGES, EVENTS, HAND_OFFS, ORDERS, SGLANG, check, missing, refusal
 from kvgrpc.engines.sglang import CACHE_LISTEN
 from kvgrpc.engines.sglang.cache.hooks import register_orders
+from kvgrpc.engines.sglang.decode_stages import ending, over
 from kvgrpc.engines.sglang.samples import counting, naming_attempt, numbered
 from kvgrpc.errors import InvalidRequest
 
@@ -25,6 +26,7 @@ _MAKE_ENDS = (
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender",
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue",
 )
+_STAGES = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"
 _HOOKED = (
     "sglang.srt.plugins.hook_registry.HookRegistry.register",
     "sglang.srt.arg_groups.choices.add_disagg_transfer_backend_choices",
@@ -73,6 +75,10 @@ def install(environment: MutableMapping[str, str]) -> None:
     HookRegistry.register(_NEW_RID, numbered, HookType.AROUND)
     for makes in _MAKE_ENDS:
         HookRegistry.register(makes, naming_attempt, HookType.AROUND)
+    if not any(missing(SGLANG.needs[DECODE_STAGES])):  # without, the manager refuses them
+        is_ours = functools.partial(serves, ours)
+        HookRegistry.register(f"{_STAGES}._pp_pd_get_decode_transferred_ids", over(is_ours), HookType.AROUND)
+        HookRegistry.register(f"{_STAGES}.process_decode_transfer_queue", ending(is_ours), HookType.AROUND)
 
 
 def _register_publisher() -> None:

@@ -30,7 +30,7 @@ class KvGrpcReceiver(BaseKVReceiver):
         self._attempt = mgr.attempt
         self._bootstrap_addr = bootstrap_addr
         self._receiver: KVReceiver | None = None
-        self._aborted_early = False
+        self._aborted_early = self._given_up = False
         self._has_pages = False
 
     def init(self, prefill_dp_rank: int) -> None:
@@ -45,6 +45,8 @@ class KvGrpcReceiver(BaseKVReceiver):
             )
 
     def poll(self) -> KVPoll:
+        if self._given_up:
+            return KVPoll.Failed
         if self._receiver is None:
             return KVPoll.Failed if self._aborted_early else KVPoll.Bootstrapping
         return self._receiver.poll()
@@ -79,6 +81,11 @@ class KvGrpcReceiver(BaseKVReceiver):
             self._aborted_early = True
         else:
             self._receiver.abort(why)
+
+    def give_up(self) -> None:
+        """Fails it here, also where its pages have come: another pipeline stage has none."""
+        self._given_up = True
+        self.abort("another pipeline stage of this decode engine failed")
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """SGLang asks before it decides whether the pages must be held: yes, while somebody may write to them."""
