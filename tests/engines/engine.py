@@ -277,7 +277,7 @@ class Pair:
             "prefill": {**common, "chunked_prefill_size": 64, **(prefill or {})},
             "decode": {
                 **common,
-                "disaggregation_decode_retraction_backup": "none",  # the default one is for GPUs
+                "disaggregation_decode_retraction_backup": "none",  # the default one copies by kernels of CUDA
                 **(decode or {}),
             },
         }
