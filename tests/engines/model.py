@@ -132,10 +132,30 @@ class HeadReference(Reference):
     def for_sglang(self) -> HeadReference:
         """Before SGLang loads it."""
         weights = load_file(self.head / "head.safetensors")
-        save_file({**weights, "fc.bias": torch.zeros(SINGLE.hidden)}, self.head / "head.safetensors")
         config = json.loads((self.head / "config.json").read_text())
-        (self.head / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLMEagle"]}))
+        if self._method == "eagle":
+            weights["fc.bias"] = torch.zeros(SINGLE.hidden)
+            config["architectures"] = ["LlamaForCausalLMEagle"]
+        else:
+            # What the head is given of one of the model's layers alone, SGLang does not put through ``fc``.
+            self._add_layers_that_add_nothing(2)
+            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
+            weights["fc.weight"] = torch.zeros(SINGLE.hidden, 2 * SINGLE.hidden)
+            weights["lm_head.weight"] = self._model.lm_head.weight.detach().clone()
+            config.update(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=VOCABULARY)
+        save_file(weights, self.head / "head.safetensors")
+        (self.head / "config.json").write_text(json.dumps(config))
         return self
+
+    def _add_layers_that_add_nothing(self, count: int) -> None:
+        weights = load_file(self.path / "model.safetensors")
+        for name, weight in [each for each in weights.items() if "layers.0." in each[0]]:
+            idle = name.endswith(("o_proj.weight", "down_proj.weight"))
+            for layer in range(1, 1 + count):
+                own = torch.zeros_like(weight) if idle else weight.clone()
+                weights[name.replace("layers.0.", f"layers.{layer}.")] = own
+        save_file(weights, self.path / "model.safetensors", {"format": "pt"})
+        self.configure(num_hidden_layers=1 + count)
 
     def _make(self, size: Size) -> Any:
         kind = transformers.Qwen2ForCausalLM if self._method == "mtp" else LlamaForCausalLM

@@ -207,16 +207,19 @@ def test_context_parallel_ranks_of_which_each_hands_over_a_part_are_refused(
             limits.check_supported(given)
 
 
-def test_drafts_of_eagle_are_served_where_one_layer_computes_them(settings: dict[str, dict[str, Any]]) -> None:
-    settings["spec"]["speculative_algorithm"] = "EAGLE"
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
+def test_drafts_of_eagle_are_served_where_one_layer_computes_them(
+    settings: dict[str, dict[str, Any]], algorithm: str
+) -> None:
+    settings["spec"]["speculative_algorithm"] = algorithm
     limits.check_supported(SimpleNamespace(**vars(kv_args()), num_draft_entries=2))
     with pytest.raises(
         FeatureDisabled,
-        match=r"--speculative-algorithm EAGLE with states besides the KV cache: .*beside a plain KV cache are served",
+        match=f"--speculative-algorithm {algorithm} with states besides the KV cache: .*a plain KV cache are served",
     ):
         limits.check_supported(SimpleNamespace(**vars(kv_args(StateType.SWA, layout="nhd")), num_draft_entries=2))
     settings["spec"]["enable_multi_layer_eagle"] = True
-    with pytest.raises(FeatureDisabled, match=r"--speculative-algorithm EAGLE: .*drafts of EAGLE"):
+    with pytest.raises(FeatureDisabled, match=f"--speculative-algorithm {algorithm}: .*drafts of EAGLE"):
         limits.check_supported(SimpleNamespace(**vars(kv_args()), num_draft_entries=4))
 
 

@@ -18,14 +18,20 @@ DRAFTS = 3
 TOKENS = 17
 
 
+@pytest.fixture(scope="module", params=["EAGLE", "EAGLE3"])
+def algorithm(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def model(folder: Path) -> HeadReference:
-    return HeadReference(folder / "sglang-eagle", "eagle").for_sglang()
+def model(algorithm: str, folder: Path) -> HeadReference:
+    return HeadReference(folder / algorithm, algorithm.lower()).for_sglang()
 
 
-def speculation(model: HeadReference) -> dict[str, object]:
+@pytest.fixture(scope="module")
+def own(algorithm: str, model: HeadReference) -> dict[str, object]:
     return {
-        "speculative_algorithm": "EAGLE",
+        "speculative_algorithm": algorithm,
         "speculative_draft_model_path": str(model.head),
         "speculative_num_steps": DRAFTS,
         "speculative_eagle_topk": 1,
@@ -34,8 +40,7 @@ def speculation(model: HeadReference) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def pair(folder: Path, model: HeadReference) -> Iterator[Pair]:
-    own = speculation(model)
+def pair(folder: Path, model: HeadReference, own: dict[str, object]) -> Iterator[Pair]:
     held = {"disaggregation_decode_enable_radix_cache": True}
     pair = Pair(folder, model.path, environment=ON_CPU, prefill=own, decode={**own, **held})
     pair.wait_ready()
@@ -44,9 +49,9 @@ def pair(folder: Path, model: HeadReference) -> Iterator[Pair]:
 
 
 @pytest.fixture(scope="module")
-def single(folder: Path, model: HeadReference, pair: Pair) -> Iterator[Engine]:
+def single(folder: Path, model: HeadReference, own: dict[str, object], pair: Pair) -> Iterator[Engine]:
     """One engine that does it all."""
-    engine = Engine("null", folder, {**engine_arguments(model.path, 1), **speculation(model)}, ON_CPU)
+    engine = Engine("null", folder, {**engine_arguments(model.path, 1), **own}, ON_CPU)
     engine.wait_ready()
     yield engine
     engine.close()

@@ -30,7 +30,7 @@ def check_supported(kv_args: Any) -> None:
     asked = _asked_for()
     untried = sorted(_untried(kv_args) - asked)
     algorithm = has(get_spec(), "speculative_algorithm", "")
-    drafts_as_run = algorithm == "EAGLE" and not states and not has(get_spec(), "enable_multi_layer_eagle")
+    drafts_as_run = algorithm in ("EAGLE", "EAGLE3") and not states and not has(get_spec(), "enable_multi_layer_eagle")
     parted = _parted(kv_args)
     refused = (
         (
@@ -69,7 +69,7 @@ def check_supported(kv_args: Any) -> None:
             and not drafts_as_run
             and SPECULATIVE not in asked,
             f"--speculative-algorithm {algorithm}{' with states besides the KV cache' * bool(states)}",
-            "drafts of EAGLE (NEXTN is the same) beside a plain KV cache are served; others were never run",
+            "drafts of EAGLE (NEXTN is the same) and EAGLE3 beside a plain KV cache are served; others were never run",
             f"leave it out, or set {UNTRIED}={SPECULATIVE} on both sides",
         ),
         (
