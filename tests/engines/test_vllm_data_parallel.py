@@ -1,6 +1,6 @@
 """Two data-parallel replicas on both sides: each has a KV cache of its own, and any replica of decode takes a prompt
 from the replica of prefill that computed it. Those of a dense model are engines of their own; those of one with experts
-compute each layer's experts together (wide EP is the same with more of them).
+share these: each has half, and sends it the tokens of both (wide EP is the same with more of them).
 """
 
 from __future__ import annotations
@@ -30,17 +30,23 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def pair(folder: Path, model: Reference) -> Iterator[VllmPair]:
+    wide = {"enable_expert_parallel": isinstance(model, ExpertReference)}
     pair = VllmPair(
         folder,
         model.path,
         # The second replica asks for a second memory node, which most machines that test this lack.
         environment={"VLLM_CPU_SIM_MULTI_NUMA": "0"},
-        prefill={"data_parallel_size": REPLICAS, "enforce_eager": True},
-        decode={"data_parallel_size": REPLICAS, "enforce_eager": True},
+        prefill={"data_parallel_size": REPLICAS, "enforce_eager": True, **wide},
+        decode={"data_parallel_size": REPLICAS, "enforce_eager": True, **wide},
     )
     pair.wait_ready()
     yield pair
     pair.close()
+
+
+def test_each_replica_holds_half_of_the_expert_weights(pair: VllmPair, model: Reference) -> None:
+    for engine in (pair.prefill, pair.decode):
+        assert ("Local/global number of experts: 2/4" in engine.log()) == isinstance(model, ExpertReference)
 
 
 def other(model: Reference, case: Case) -> list[int]:

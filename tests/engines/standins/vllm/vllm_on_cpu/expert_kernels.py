@@ -1,9 +1,10 @@
-"""In torch, what models with experts ask of vLLM's CPU worker: kernels that only a CPU build of vLLM has, and
-collectives of rows, of which each rank may have another number, which vLLM's communicator for CPUs has in no build.
+"""In torch, what models with experts ask of vLLM's CPU worker: kernels that only a CPU build of vLLM has; and what no
+build has: collectives of rows, of which each rank may have another number, and some of the experts at each rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,8 +66,24 @@ def reduce_scatterv(communicator: Any, given: Tensor, dim: int = 0, sizes: list[
     return total[first : first + counts[own]].contiguous()
 
 
+def by_own_experts(apply: Callable[..., None]) -> Callable[..., None]:
+    """vLLM's for CPUs takes ``experts`` for places in the weights, whatever its map says."""
+
+    def apply_own(self: Any, *, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, **more: Any) -> None:
+        if expert_map is not None:
+            places = expert_map[topk_ids.long()]
+            topk_weights = topk_weights.where(places >= 0, 0)  # another rank computes it
+            topk_ids = places.clamp(min=0).to(topk_ids.dtype)
+        apply(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=None, **more)
+
+    return apply_own
+
+
 def register() -> None:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    CPUUnquantizedExperts.apply = by_own_experts(CPUUnquantizedExperts.apply)
 
     CpuCommunicator.all_gatherv = all_gatherv
     CpuCommunicator.reduce_scatterv = reduce_scatterv
