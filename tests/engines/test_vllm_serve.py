@@ -22,6 +22,7 @@ from tests.engines.vllm_engine import WITHOUT_GPU, VllmEngine
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(500)
+API_SERVERS = 2  # of decode
 
 
 @dataclass
@@ -47,8 +48,9 @@ def served(folder: Path, reference: Reference) -> Iterator[Served]:
     model = str(reference.path)
     scripts: list[Script] = []
     try:
-        for name, port in (("prefill", prefill), ("decode", decode)):
-            scripts.append(Script(f"vllm/{name}.sh", [model, *WITHOUT_GPU], environment, folder))
+        for name, port, servers in (("prefill", prefill, 1), ("decode", decode, API_SERVERS)):
+            arguments = [model, *WITHOUT_GPU, "--api-server-count", str(servers)]
+            scripts.append(Script(f"vllm/{name}.sh", arguments, environment, folder))
             scripts[-1].wait_healthy(port)
         proxy_arguments = [
             *("--port", str(proxy), "--prefill", f"http://{LOCAL}:{prefill}"),
@@ -108,6 +110,9 @@ def test_the_two_requests_of_a_router_that_were_recorded_are_served(
 
 
 def test_both_engines_export_what_was_handed_over(served: Served) -> None:
+    """Decode has one figure for all of its API servers."""
+    _, decode, _ = served.scripts
+    assert len(set(re.findall(r"ApiServer_\d", decode.log.read_text(errors="replace")))) == API_SERVERS
     for port in (served.prefill, served.decode):
         (count,) = re.findall(r"vllm:kvgrpc_handoff_seconds_count\{[^}]*\} (\S+)", get(port, "/metrics"))
         assert float(count) >= 3
