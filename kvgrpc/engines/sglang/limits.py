@@ -14,9 +14,8 @@ from kvgrpc.engines.sglang.plugin import BACKEND
 from kvgrpc.engines.sglang.rank import STATE_A_REQUEST, is_plain_window, kind_of
 from kvgrpc.errors import FeatureDisabled
 
-# Kinds of state to hand over although nobody has seen it work, "dsa,dsa_tail", pipeline stages of decode, and what else
-# was never run.
-UNTRIED, PIPELINE = "KVGRPC_UNTRIED", "pipeline"
+# Kinds of state to hand over although nobody has seen it work, "dsa,dsa_tail", and what else was never run.
+UNTRIED = "KVGRPC_UNTRIED"
 SPECULATIVE, CHECKSUM, OPTIMISTIC, CONTEXT = "speculative", "checksum", "optimistic", "context"
 ALL_SEND = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
 _HOST_THRESHOLD = "disaggregation_decode_host_receive_threshold"
@@ -45,12 +44,6 @@ def check_supported(kv_args: Any) -> None:
             "--enable-unified-memory with sliding windows, states or --pp-size above 1",
             "pages of both pools lie in one buffer",
             "leave it out",
-        ),
-        (
-            parallel.pp_size > 1 and disagg.disaggregation_mode == "decode" and PIPELINE not in asked,
-            f"--pp-size {parallel.pp_size} at decode",
-            "later stages of SGLang's decode keep the pages of hand-offs that failed",
-            f"use --pp-size 1, which takes from all stages of prefill, or set {UNTRIED}={PIPELINE}",
         ),
         (
             parallel.pp_size > 1 and bool(states),
