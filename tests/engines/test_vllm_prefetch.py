@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.client import SyncClient
+from kvgrpc.errors import CredentialsInvalid, PermissionDenied
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from tests.engines.model import Case, Reference
 from tests.engines.ordering import order_by_name
 from tests.engines.vllm_engine import BLOCK, VllmEngine, vllm_arguments
 from tests.engines.vllm_pulling import address, compute, file_tier, offloading, orders
+from tests.support.cache_serving import ended
+from tests.support.secrets import proof, secret
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)
@@ -22,8 +25,9 @@ CHUNKS = 32
 
 
 @contextmanager
-def engine(folder: Path, model: Path, registry: str, name: str, ranks: int) -> Iterator[VllmEngine]:
-    caching = offloading(CHUNKS, file_tier(folder / f"tier-{name}"), orders(name, registry))
+def engine(folder: Path, model: Path, registry: str, name: str, ranks: int = 1, **more: object) -> Iterator[VllmEngine]:
+    """``more``: of the tier that takes orders."""
+    caching = offloading(CHUNKS, file_tier(folder / f"tier-{name}"), orders(name, registry, **more))
     opened = VllmEngine("offloading", folder, {**vllm_arguments(model, ranks), "kv_transfer_config": caching})
     try:
         opened.wait_ready()
@@ -104,3 +108,32 @@ def a_request_beside_an_order_is_right(opened: VllmEngine, client: SyncClient, r
     wait_until(lambda: not client.list_operations(open_only=True))
     assert opened.is_empty()
     assert host(client) <= CHUNKS
+
+
+def test_a_routers_token_is_for_prefetches_of_its_own(folder: Path, reference: Reference, registry: str) -> None:
+    tokens = folder / "tokens"
+    tokens.write_text(f"operator:{secret('operator')}\nconsumer router-a:{secret('router')}\n")
+    first, second = (reference.case(6 * BLOCK + 3) for _ in range(2))
+    prompt = pb.PromptPages(tokens=first.prompt)
+    with engine(folder, reference.path, registry, "P-tokens", tokens_file=str(tokens)) as opened:
+        where = address(registry, "P-tokens")
+        with SyncClient(where) as stranger, pytest.raises(CredentialsInvalid):
+            stranger.start_prefetch(prompt)
+        operator, consumer = (SyncClient(where, security=proof(name)) for name in ("operator", "router"))
+        with operator, consumer:
+            evicted_from_device_and_host(opened, operator, reference, first)
+            operators = operator.start_prefetch(prompt)
+            for refused in (
+                lambda: consumer.terminate_prefetch(operators.operation_id),
+                lambda: consumer.start_backup(prompt),
+                lambda: consumer.pin_pages(prompt, 60),
+                lambda: consumer.drain(),
+            ):
+                with pytest.raises(PermissionDenied):
+                    refused()
+            assert ended(operator, operators).completed_pages == 6
+            evicted_from_device_and_host(opened, operator, reference, second)
+            own = ended(consumer, consumer.start_prefetch(pb.PromptPages(tokens=second.prompt)))
+            assert (own.state, own.completed_pages) == (pb.OPERATION_STATE_DONE, 6)
+        assert compute(opened, second) == 6 * BLOCK
+        assert opened.is_empty()
