@@ -244,7 +244,9 @@ def test_several_tokenizers_are_served_by_the_route_over_sglangs_own_name(settin
 def test_sliding_windows_in_a_pool_of_their_own_are_served(settings: dict[str, dict[str, Any]]) -> None:
     limits.check_supported(kv_args(StateType.SWA, layout="nhd"))
     settings["memory"]["enable_unified_memory"] = True
-    with pytest.raises(FeatureDisabled, match=r"--enable-unified-memory with sliding windows, .*one buffer; leave it"):
+    with pytest.raises(
+        FeatureDisabled, match=r"--enable-unified-memory with sliding windows, .*mooncake alone.*; leave it"
+    ):
         limits.check_supported(kv_args(StateType.SWA, layout="nhd"))
 
 
@@ -253,7 +255,7 @@ def test_a_state_a_request_is_served_alone(settings: dict[str, dict[str, Any]]) 
     with pytest.raises(FeatureDisabled, match=f"set {limits.UNTRIED}=mamba on both sides"):
         limits.check_supported(kv_args(StateType.MAMBA, StateType.SWA, layout="nhd"))
     settings["memory"]["enable_unified_memory"] = True
-    with pytest.raises(FeatureDisabled, match=r"--enable-unified-memory with .*states .*one buffer; leave it"):
+    with pytest.raises(FeatureDisabled, match=r"--enable-unified-memory with .*states .*mooncake alone.*; leave it"):
         limits.check_supported(kv_args(StateType.MAMBA))
 
 

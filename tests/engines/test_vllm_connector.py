@@ -10,10 +10,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -24,7 +26,7 @@ from kvgrpc.engines.compatibility import HAND_OFFS, VLLM
 from kvgrpc.engines.vllm.groups import Group
 from kvgrpc.engines.vllm.handoffs import Handoffs, Receive, Send
 from kvgrpc.engines.vllm.scheduler import DECODE, UNUSED, Scheduler
-from kvgrpc.engines.vllm.stats import TransferStats
+from kvgrpc.engines.vllm.stats import TransferMetrics, TransferStats
 from kvgrpc.errors import FeatureDisabled
 
 BLOCK = 16
@@ -348,6 +350,14 @@ def test_a_hand_off_that_failed_is_told_too(lost: tuple[Sequence[int], Sequence[
     assert answer is not None and "failed" in answer[UNUSED]
     stats = decode.take_stats()
     assert stats is not None and stats.data["unused"] == {"hand_off_failed": 1}
+
+
+def test_prefills_that_were_not_used_are_exported_by_reason() -> None:
+    kinds: Any = {kind: kind for kind in (Gauge, Counter, Histogram)}
+    metrics = TransferMetrics(SimpleNamespace(kv_transfer_config=None), kinds, ["engine"], {0: ["0"]})
+    metrics.observe({**TransferStats().data, "unused": {"parameters": 2}})
+    labels = {"engine": "0", "reason": "parameters"}
+    assert REGISTRY.get_sample_value("vllm:kvgrpc_prefills_unused_total", labels) == 2
 
 
 @pytest.mark.parametrize("value", [7, ["x"], {"a": 1}, True, 1.5])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.engine import EngineCoreRequest
@@ -82,6 +84,21 @@ def test_nobody_waits_for_a_prompt_that_does_not_come(ends: str) -> None:
     assert scheduler.tokens_elsewhere(second, computed=0) == 0
 
 
+@pytest.mark.parametrize(("prefill", "params"), [(True, AT_PREFILL), (False, AT_DECODE)], ids=["prefill", "decode"])
+def test_a_sample_at_another_engine_core_than_the_first_is_a_request_of_the_same_hand_off(
+    prefill: bool, params: dict[str, Any]
+) -> None:
+    """So the later one ends ROOM_CONFLICT (tests/unit/transfer: a second sender, and another decode, of a room)."""
+    asked: list[str] = []
+    for sample in samples(params):
+        core = Scheduler(prefill, ONE_GROUP)
+        core.on_new(sample)
+        core.on_blocks(sample, blocks(1, 2, 3), TOKENS * (not prefill))
+        said = core.take()
+        asked += said.announced.values() if prefill else [wanted.transfer_id for wanted in said.receives.values()]
+    assert asked == ["x", "x"]
+
+
 @pytest.mark.parametrize("named", [True, False], ids=["the proxy names the hand-off", "prefill names it"])
 def test_prefill_hands_over_the_first_and_each_answers_with_its_hand_off(named: bool) -> None:
     scheduler = Scheduler(True, ONE_GROUP)
@@ -105,3 +122,18 @@ def test_requests_whose_clients_call_them_alike_are_no_samples() -> None:
         sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": dict(AT_DECODE)})
         scheduler.on_new(Request(name, list(range(TOKENS)), sampling, None))
     assert list(scheduler.take().queued) == ["0_x-11111111", "1_x-22222222"]
+
+
+def test_two_connectors_that_answer_proxies_of_two_steps_are_more_than_vllm_allows() -> None:
+    """Ours inside MultiConnector beside NIXL's, which answers with these names among others."""
+    prefill, (asked,) = Scheduler(True, ONE_GROUP), samples(AT_PREFILL, count=1)
+    prefill.on_new(asked)
+    prefill.on_blocks(asked, blocks(1, 2, 3), 0)
+    asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    theirs = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "n", "remote_block_ids": [[1]]}
+    ours = prefill.on_finished(asked, ([1, 2, 3],))
+    both = [SimpleNamespace(request_finished=lambda *_, said=said: said) for said in (ours, (True, theirs))]
+    vllms = object.__new__(MultiConnector)
+    vars(vllms).update(_connectors=both, _requests_to_connector={}, _extra_async_saves={})
+    with pytest.raises(RuntimeError, match="Key clash in kv_transfer_params"):
+        vllms.request_finished(asked, [1, 2, 3])

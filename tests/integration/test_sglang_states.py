@@ -21,8 +21,27 @@ SECONDS = 20.0
 PAGES, PAGE_BYTES, LAYERS = 12, 192, 2
 # Each with the bytes of an item of its entries, and what prefill and decode say of a request's.
 Given = tuple[str, tuple[int, ...], Any, Any]
+PAGES_OF_TOKENS = np.array([1, 2, 3], np.int32), np.array([4, 8, 6], np.int32)
+WINDOW = np.array([2, 3], np.int32), np.array([6, 7], np.int32)
+SLOT, RING = ([np.array(5)], [np.array(9)]), (np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32) + 5)
+ROW = np.array([3], np.int32), np.array([0], np.int32)
+# Every kind that SGLang has but windows, which are pages of heads: what both sides say of a request.
+KINDS: dict[str, tuple[Any, Any]] = {
+    "mamba": SLOT,
+    "qsa_pending": RING,
+    "qsa_compressed": PAGES_OF_TOKENS,
+    "dsa": PAGES_OF_TOKENS,
+    "dsa_tail": ROW,
+    "minimax_index_k": PAGES_OF_TOKENS,
+    "minimax_dense_kv": PAGES_OF_TOKENS,
+    "swa_ring": RING,
+    "c128_state": ROW,
+    "request_row": ROW,
+    "block_scale": PAGES_OF_TOKENS,
+    "block_scale_swa": WINDOW,
+}
 STATES: dict[str, tuple[Given, ...]] = {
-    "mamba": (("mamba", (96, 96, 256, 256), [np.array(5)], [np.array(9)]),),
+    **{kind: ((kind, (96, 33), *given),) for kind, given in KINDS.items()},
     "mamba and an index": (
         ("mamba", (96, 256), [np.array([5])], [np.array([9])]),
         ("dsa", (33, 33), np.array([1, 2, 3]), np.array([4, 8, 6])),
@@ -103,6 +122,7 @@ def test_states_and_pages_arrive_and_no_byte_beside_them(states: tuple[Given, ..
         for one, other in zip(mine, its, strict=True):
             expected = np.zeros_like(other)
             expected[target] = one[source]
+            assert expected[target].all() and len(source) == len(target)
             assert np.array_equal(other, expected)
 
 

@@ -60,7 +60,7 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
         (
             parallel.prefill_context_parallel_size > 1,
             f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size}",
-            "a rank holds some of a request's tokens",
+            "each rank holds all of a request's tokens, and the adapter knows no two of one tensor-parallel number",
             "use --prefill-context-parallel-size 1",
         ),
         (

@@ -1,6 +1,9 @@
-"""Hand-offs between engines of two kinds that are refused, in the words of docs/engines/sglang-to-vllm.md."""
+"""Hand-offs between engines that do not fit, in the words of docs/engines."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -47,8 +50,27 @@ def test_from_vllm_to_sglang_the_metadata_row_is_missing_and_named() -> None:
     assert "aux_item_bytes: prefill [], decode [64, 64, 64, 64, 512, 512, 64, 128, 64, 64]" in str(refusal.value)
 
 
+@pytest.mark.parametrize("engine", [sglang, vllm])
 @pytest.mark.parametrize(("prefill", "decode"), [(32, 16), (16, 32)])
-def test_page_sizes_that_divide_are_refused_with_both(prefill: int, decode: int) -> None:
+def test_page_sizes_that_divide_are_refused_with_both(
+    engine: Callable[[int], Shape], prefill: int, decode: int
+) -> None:
+    """Also between two vLLMs."""
     with pytest.raises(ParallelLayoutMismatch) as refusal:
-        owed_part(sglang(prefill), vllm(decode))
+        owed_part(engine(prefill), vllm(decode))
     assert f"pools[0].page_tokens: prefill {prefill}, decode {decode}" in str(refusal.value)
+
+
+def test_pages_in_an_order_without_heads_are_not_cut_for_other_tensor_parallel_sizes() -> None:
+    """SGLang's name of it is compared; equal sizes are served."""
+    whole = shape("rocm", 16, "vectorized_5d", SGLANG_AUX)
+    assert owed_part(whole, whole).aux
+    (pool,) = whole.pools
+    halves = tuple(
+        region._replace(page_bytes=region.page_bytes // 2, page_stride_bytes=region.page_stride_bytes // 2)
+        for region in pool.regions
+    )
+    half = replace(whole, layout=Layout(tp=2), pools=(replace(pool, head_count=HEADS // 2, regions=halves),))
+    with pytest.raises(ParallelLayoutMismatch) as refusal:
+        owed_part(whole, half)
+    assert "pools[0].axes: prefill vectorized_5d, decode vectorized_5d: must say where heads are" in str(refusal.value)
