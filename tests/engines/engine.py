@@ -339,6 +339,13 @@ class Pair:
         where = self._where(self.room() if room is None else room)
         return self.prefill.generate(prompt, 1, **where), (decode or self.decode).generate(prompt, new_tokens, **where)
 
+    def submit_unseen(self, prompt: list[int], new_tokens: int) -> tuple[Request, Request]:
+        """As ``submit``, but that decode is told another prompt with the same last token: it has the right tokens by
+        prefill's pages alone. Of equal beginnings it is told equal ones, so that it may hold them.
+        """
+        room, told = self.room(), [*(token ^ 1 for token in prompt[:-1]), prompt[-1]]
+        return self.submit_to_prefill(prompt, room), self.submit_to_decode(told, new_tokens, room)
+
     def submit_samples(self, prompt: list[int], new_tokens: int, samples: int, room: int) -> tuple[Request, Request]:
         """Parallel samples of one request, as a router sends them: the same body to both sides."""
         where = self._where(room)

@@ -38,7 +38,7 @@ def pair(folder: Path, latent: LatentReference) -> Iterator[VllmPair]:
 
 
 def check(pair: VllmPair, case: Case) -> None:
-    prefill, decode = pair.submit(case.prompt, len(case.tokens))
+    prefill, decode = pair.submit_unseen(case.prompt, len(case.tokens))
     assert decode.result() == case.tokens
     assert prefill.result() == case.tokens[:1]
     assert "kvgrpc: hand-off of request" not in pair.prefill.log() + pair.decode.log()

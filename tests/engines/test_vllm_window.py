@@ -35,8 +35,8 @@ def pair(folder: Path, windowed: WindowReference) -> Iterator[VllmPair]:
 
 
 def check(pair: VllmPair, case: Case) -> None:
-    """A hand-off that fails fails its request: decode computes no prompt again."""
-    prefill, decode = pair.submit(case.prompt, len(case.tokens))
+    """A hand-off that is not used has other tokens: decode does not know the prompt."""
+    prefill, decode = pair.submit_unseen(case.prompt, len(case.tokens))
     assert decode.result() == case.tokens
     prefill.result()  # of a prompt without its last token
 
