@@ -258,18 +258,21 @@ class BusyDecode(Engines):
         wait_until(lambda: all(decode.tokens for _, decode in batch))
         generating = [decode for _, decode in batch]
         # The longer its requests are the slower a batch gets: both of a kind have the same age together.
-        alone, _ = self._window(generating, arrivals=0)
-        beside, cpu = 0.0, 0.0
-        for _ in range(2):
-            tokens, seconds = self._window(generating, arrivals=ARRIVALS)
-            beside, cpu = beside + tokens, cpu + seconds
-        alone += self._window(generating, arrivals=0)[0]
+        windows = [self._window(generating, arrivals) for arrivals in (0, ARRIVALS, ARRIVALS, 0)]
+        alone, beside = (
+            [tokens + more for tokens, more in zip(first, second, strict=True)]
+            for first, second in ((windows[0], windows[3]), (windows[1], windows[2]))
+        )
         if any(decode.wait(0) for decode in generating):
             raise RuntimeError("the batch ended before its time was over")
         for decode in generating:
             self.pair.decode.abort(decode)
             decode.wait()
-        return {DECODE_KEEPS: 100 * beside / alone, f"{DECODE_KEEPS}.cpu": 1e3 * cpu / (2 * ARRIVALS)}
+        (tokens_alone, cpu_alone), (tokens, cpu) = alone, beside
+        return {
+            DECODE_KEEPS: 100 * tokens / tokens_alone,
+            f"{DECODE_KEEPS}.cpu": 1e3 * (cpu - cpu_alone) / (2 * ARRIVALS),
+        }
 
     def _window(self, generating: Sequence[Request], arrivals: int) -> tuple[float, float]:
         """Tokens that the batch got in it; and seconds of CPU, until the last that arrived has ended, of the process

@@ -1,7 +1,7 @@
 """The ends of hand-offs: what is counted of them, the last that went well, and the one line that a failed one writes.
 
-A room that went well is only appended, by the loop thread; a tick a second later, or whoever looks before it, counts
-all that ended since in one go: as many array operations for one room as for a thousand.
+A room that went well is only appended, by the loop thread; a tick a second later, or who asks for rooms or pairs before
+it, sorts all that ended since in one go: as many array operations for one room as for a thousand.
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ class HandOffs:
         self._sort_ended()
         return self._pairs.get(peer) or PairFigures()
 
-    def sort_in(self) -> None:
-        """Sorts durations into their buckets, once one of them has waited a second; called with each tick."""
-        if self._ended and time.monotonic() - self._ended[0].ended >= _SORTED_WITHIN_SECONDS:
+    def sort_in(self, within: float = _SORTED_WITHIN_SECONDS) -> None:
+        """Sorts durations into their buckets, once one of them has waited so long (s); called with each tick."""
+        if self._ended and time.monotonic() - self._ended[0].ended >= within:
             self._sort_ended()
 
     def _sort_ended(self) -> None:

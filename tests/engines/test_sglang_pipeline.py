@@ -32,7 +32,8 @@ def sizes(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def pair(folder: Path, staged: Reference, sizes: tuple[int, int]) -> Iterator[Pair]:
-    pair = Pair(folder, staged.path, prefill={"pp_size": sizes[0]}, decode={"pp_size": sizes[1]})
+    asked = {"KVGRPC_UNTRIED": "pipeline"} if sizes[1] > 1 else {}
+    pair = Pair(folder, staged.path, environment=asked, prefill={"pp_size": sizes[0]}, decode={"pp_size": sizes[1]})
     yield pair.wait_ready()
     pair.close()
 

@@ -23,7 +23,8 @@ def over(is_ours: Callable[[], bool]) -> Callable[..., Any]:
         queue = scheduler.disagg_decode_transfer_queue.queue
         done, lost = scheduler.get_rids(queue, False, [KVPoll.Success], [KVPoll.Failed])
         if before is not None:
-            done, lost = [rid for rid in done if rid in before[0]], list({*lost, *before[1]})
+            had = set(before[0])
+            done, lost = [rid for rid in done if rid in had], list({*lost, *before[1]})
         return [done, lost]
 
     return agreed
@@ -36,9 +37,9 @@ def ending(is_ours: Callable[[], bool]) -> Callable[..., Any]:
         if agreed is None or not is_ours():
             return original(scheduler, agreed)
         done, lost = agreed
-        transfers = scheduler.disagg_decode_transfer_queue
+        transfers, ended = scheduler.disagg_decode_transfer_queue, set(lost)
         for waiting in transfers.queue:
-            if waiting.req.rid in lost:
+            if waiting.req.rid in ended:
                 # SGLang's own receivers of health requests fail by abort, at any time.
                 getattr(waiting.kv_receiver, "give_up", waiting.kv_receiver.abort)()
         # A round that is under way names what the one before it took.

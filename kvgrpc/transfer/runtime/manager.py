@@ -277,6 +277,7 @@ class TransferManager(RoomTables[Record]):
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
+        self._hand_offs.sort_in(within=0.0)
         self._waker.close()
 
     @property

@@ -168,6 +168,21 @@ class TestBreaksAndLoss:
         side.ticks(1)
         assert side.take("dead") == [P0.ref] == side.take("lost_peers") and not side.core.pairs
 
+    def test_a_room_that_comes_after_its_break_has_as_long_as_one_that_was_there(self, side: Side) -> None:
+        side.core.on_end(self.idle(side))
+        side.ticks(TIMING.welcome_within - 1)  # the redial hangs
+        room = side.open(key=RoomKey(8))
+        side.ticks(TIMING.welcome_within)
+        assert not room.ended
+        side.ticks(1)
+        assert room.ended
+
+    def test_a_pair_that_was_given_up_is_not_dialled_again_without_a_room(self, side: Side) -> None:
+        stream = self.idle(side)
+        stream.pair.lost = True
+        side.core.on_end(stream)
+        assert not side.take("dials")
+
 
 def test_a_dial_that_nobody_answers_is_closed_before_the_next_and_with_its_pair(side: Side) -> None:
     side.open()

@@ -145,8 +145,8 @@ class DecodeCore:
             pair = self._pair(target)
             bound.add(target.ref.rank)
             room.parts = (*room.parts, DecodePart(pair))
-            pair.rooms[room.key] = None
             pair.wait(self.now)
+            pair.rooms[room.key] = None
             failure = self._refusal_of(pair)
             if failure is not None:
                 self._end(room, failure)
@@ -478,7 +478,7 @@ class DecodeCore:
         """Fails nothing; decode dials again, at once the first time (rule 3, break and loss). Without rooms too: those
         to come are not to wait for one whose address refuses.
         """
-        if (pair.rooms or (pair.welcomed and not pair.drained)) and self.now >= pair.next_dial_at:
+        if (pair.rooms or (pair.welcomed and not pair.lost and not pair.drained)) and self.now >= pair.next_dial_at:
             self._dial(pair)
 
     def _prove_dead(self, pair: DecodePair) -> None:

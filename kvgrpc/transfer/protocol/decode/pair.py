@@ -140,7 +140,10 @@ class DecodePair:
             self.broken_at = timing.break_counts_from(now, self.heard_at)
 
     def wait(self, now: int) -> None:
-        """A room needs this pair, which is not up: it is given up unless welcomed in the time of a first dial."""
+        """A room is to join this pair. One that is not up is given up unless welcomed in the time of a first dial, and
+        one that broke while it had no room unless welcomed as soon as after a break now."""
+        if not self.rooms and not self.lost and self.broken_at is not None:
+            self.broken_at = max(self.broken_at, now)
         if not self.up and self.waiting_since is None:
             self.waiting_since = now
             if self.lost:
