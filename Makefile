@@ -23,7 +23,7 @@ pulls := _hicache_pulls _plan_sglang _pull _pull_sglang _pull_sizes _pull_troubl
 models := _latent _states _window
 speculation := _speculative
 recurrent := _recurrent
-parallel := _attention_data_parallel _data_parallel _pipeline _tensor_parallel _unequal
+parallel := _attention_data_parallel _context _data_parallel _pipeline _tensor_parallel _unequal
 tests_of = $(if $($(2)),$(wildcard $($(2):%=tests/engines/test_$(1)%.py)),$(filter-out $(foreach part,$(filter-out handoffs,$(ENGINE_PARTS)),$(call tests_of,$(1),$(part))),$(wildcard tests/engines/test_$(1)*.py)))
 # Releases beside those of the locks, each in an environment of its own, and their tests.
 sglang_versions := 0.5.21 0.5.22
