@@ -168,6 +168,19 @@ class TestBreaksAndLoss:
         side.ticks(1)
         assert side.take("dead") == [P0.ref] == side.take("lost_peers") and not side.core.pairs
 
+    def test_so_it_is_of_one_whose_stream_was_too_young_to_be_dialled_at_once(self, side: Side) -> None:
+        _, stream = side.writing()
+        side.hear(stream, RoomState.SUCCESS, Writes.SETTLED)
+        side.ticks(1, stream)
+        side.said()
+        side.core.on_end(stream)
+        assert not side.take("dials")
+        side.ticks(TIMING.first_backoff)
+        (again,) = side.take("dials")
+        side.core.on_refused(again)
+        side.ticks(1)
+        assert side.take("dead") == [P0.ref] and not side.core.pairs
+
     def test_a_room_that_comes_after_its_break_has_as_long_as_one_that_was_there(self, side: Side) -> None:
         side.core.on_end(self.idle(side))
         side.ticks(TIMING.welcome_within - 1)  # the redial hangs

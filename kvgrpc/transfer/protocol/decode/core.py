@@ -475,10 +475,8 @@ class DecodeCore:
         self._work.dials.append(pair.dial(self._streams, self.now, self.timing))
 
     def _break(self, pair: DecodePair) -> None:
-        """Fails nothing; decode dials again, at once the first time (rule 3, break and loss). Without rooms too: those
-        to come are not to wait for one whose address refuses.
-        """
-        if (pair.rooms or (pair.welcomed and not pair.lost and not pair.drained)) and self.now >= pair.next_dial_at:
+        """Fails nothing; decode dials again, at once the first time (rule 3, break and loss)."""
+        if (pair.rooms or pair.owes_redial) and self.now >= pair.next_dial_at:
             self._dial(pair)
 
     def _prove_dead(self, pair: DecodePair) -> None:
@@ -542,7 +540,7 @@ class DecodeCore:
             self._work.silent.append(told)
         if pair.up:
             return
-        if not pair.rooms and not pair.is_dialling(self.now, self.timing):
+        if not pair.rooms and not pair.is_dialling(self.now, self.timing) and not pair.owes_redial:
             self._drop_pair(pair)
         elif pair.dead_at is None and pair.dial_is_due(self.now, self.timing):
             self._dial(pair)

@@ -149,6 +149,12 @@ class DecodePair:
             if self.lost:
                 self.next_dial_at = now
 
+    @property
+    def owes_redial(self) -> bool:
+        """It broke and was not dialled since: whether the peer is dead is known before the next room needs it. One that
+        said it leaves is not asked."""
+        return self.welcomed and not self.up and not self.lost and not self.drained and self.dialled_at <= self.up_since
+
     def end_stream(self) -> Stream | None:
         """Nothing of the stream counts any more; the stream that is to be closed, if there is one."""
         stream, self.stream = self.stream, None
