@@ -259,16 +259,13 @@ class BusyDecode(Engines):
         generating = [decode for _, decode in batch]
         # The longer its requests are the slower a batch gets: both of a kind have the same age together.
         windows = [self._window(generating, arrivals) for arrivals in (0, ARRIVALS, ARRIVALS, 0)]
-        alone, beside = (
-            [tokens + more for tokens, more in zip(first, second, strict=True)]
-            for first, second in ((windows[0], windows[3]), (windows[1], windows[2]))
-        )
+        tokens_alone, cpu_alone = map(sum, zip(windows[0], windows[3], strict=True))
+        tokens, cpu = map(sum, zip(windows[1], windows[2], strict=True))
         if any(decode.wait(0) for decode in generating):
             raise RuntimeError("the batch ended before its time was over")
         for decode in generating:
             self.pair.decode.abort(decode)
             decode.wait()
-        (tokens_alone, cpu_alone), (tokens, cpu) = alone, beside
         return {
             DECODE_KEEPS: 100 * tokens / tokens_alone,
             f"{DECODE_KEEPS}.cpu": 1e3 * (cpu - cpu_alone) / (2 * ARRIVALS),

@@ -291,8 +291,9 @@ class _Collected(Collector):
         )
         frames = CounterMetricFamily("kvgrpc_session_frames", "Frames of sessions.", labels=("direction",))
         rooms = CounterMetricFamily("kvgrpc_session_rooms", "Room states in those frames.", labels=("direction",))
-        for direction in ("sent", "received"):
-            counted: list[_Frames] = [getattr(sums, direction) for sums in _SUMS.values()]
+        of_roles = _SUMS.values()
+        sent, received = [sums.sent for sums in of_roles], [sums.received for sums in of_roles]
+        for direction, counted in (("sent", sent), ("received", received)):
             frames.add_metric((direction,), sum(each.frames for each in counted))
             rooms.add_metric((direction,), sum(each.rooms for each in counted))
         for role, sums in _SUMS.items():

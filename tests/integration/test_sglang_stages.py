@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvgrpc.engines.sglang.rank import SchedulerProcess, pools
-from kvgrpc.engines.sglang.stages import Stages
+from kvgrpc.engines.sglang.stages.prefill import Stages
 from kvgrpc.model import Layout, Role
 from kvgrpc.server import Rank, RankConfig, RegistryServer, open_decode, open_prefill
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender

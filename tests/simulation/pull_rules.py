@@ -19,8 +19,9 @@ from kvgrpc.pull.taking.taker import Taker
 from kvgrpc.transfer import KVReceiver
 from kvgrpc.transfer.protocol.types import RoomKey
 from kvgrpc.transfer.runtime.boundary import EngineHandle
-from tests.simulation.pull_engines import Sending, WatchedSilent
+from tests.simulation.pull_engines import WatchedSilent
 from tests.simulation.pull_memory import WatchedStaging
+from tests.simulation.pull_processes import Sending
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,10 @@ from tests.simulation.pull_engines import (
     STALL,
     TICKS_A_SECOND,
     Engine,
-    HolderProcess,
     Question,
-    TakerProcess,
 )
 from tests.simulation.pull_memory import STAGING_PAGES
+from tests.simulation.pull_processes import HolderProcess, TakerProcess
 from tests.simulation.pull_rules import RULES, Rules
 from tests.simulation.world import World
 

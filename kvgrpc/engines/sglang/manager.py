@@ -27,7 +27,7 @@ from kvgrpc.engines.sglang.rank import (
     rank_config,
     state_names,
 )
-from kvgrpc.engines.sglang.stages import Stages
+from kvgrpc.engines.sglang.stages.prefill import Stages
 from kvgrpc.model import Layout, Role
 from kvgrpc.server import open_rank
 

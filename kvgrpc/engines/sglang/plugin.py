@@ -10,8 +10,8 @@ from typing import Any
 from kvgrpc.engines.compatibility import DECODE_STAGES, EVENTS, HAND_OFFS, ORDERS, SGLANG, check, missing, refusal
 from kvgrpc.engines.sglang import CACHE_LISTEN
 from kvgrpc.engines.sglang.cache.hooks import register_orders
-from kvgrpc.engines.sglang.decode_stages import ending, over
 from kvgrpc.engines.sglang.samples import counting, naming_attempt, numbered
+from kvgrpc.engines.sglang.stages.decode import ending, over
 from kvgrpc.errors import InvalidRequest
 
 ROUTE = "KVGRPC_SGLANG"

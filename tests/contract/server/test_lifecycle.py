@@ -9,7 +9,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,118 +17,33 @@ import grpc
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.wrappers_pb2 import StringValue
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvgrpc.client import Client
 from kvgrpc.errors import AddressNotAllowed, Internal, InvalidRequest, KvGrpcError, ServerDraining
-from kvgrpc.model import RankId, RankRef, Role
 from kvgrpc.observability import metrics
 from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
-from kvgrpc.rpc.server import add_methods
 from kvgrpc.server.port import listener as listener_module
-from kvgrpc.server.port.description import ServerInfo
 from kvgrpc.server.port.listener import Listener
-from kvgrpc.server.port.servicer import ServerServicer
 from kvgrpc.v1 import server_service_pb2
-from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub, add_ServerServiceServicer_to_server
-from tests.support.serving import SERVICE, Context, Servicer, begin, failure, once, responses_of, serving
+from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub
+from tests.support.listening import (
+    NOT_SERVING,
+    SERVER_SERVICE,
+    SERVING,
+    House,
+    channel,
+    house,
+    next_status,
+    refuses,
+    status,
+    watch,
+)
+from tests.support.serving import SERVICE, Context, begin, failure, once, responses_of, serving
 from tests.support.waiting import until
 
-SERVER_SERVICE = "kvgrpc.v1.ServerService"
-SERVING, NOT_SERVING = "SERVING", "NOT_SERVING"
-
-
-class Machine:
-    """What Drain drains: ends when ``rooms_ended`` is set, at the latest after the grace."""
-
-    def __init__(self) -> None:
-        self.rooms_ended = asyncio.Event()
-        self.graces: list[float] = []
-        self.undrained = 0
-        self.fails: Exception | None = None
-
-    async def drain(self, grace: float) -> tuple[bool, int]:
-        self.graces.append(grace)
-        if self.fails is not None:
-            raise self.fails
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.rooms_ended.wait(), grace)
-        return self.rooms_ended.is_set(), 0 if self.rooms_ended.is_set() else 3
-
-    async def undrain(self, end_drain: Callable[[], Awaitable[None]]) -> None:
-        if self.fails is not None:
-            raise self.fails
-        await end_drain()
-        self.undrained += 1
-
-
-class House:
-    """A listener with the real ServerService and the service of all arities."""
-
-    def __init__(self, **options: Any) -> None:
-        self.well: bool | str = True
-        options.setdefault("health_checks", {SERVICE: lambda: self.well})
-        self.listener = Listener(**options)
-        self.servicer = Servicer()
-        self.machine = Machine()
-        self.bound: list[str] = []
-
-    async def open(self, *addresses: str) -> House:
-        self.bound = await self.listener.start(self._add, addresses or ["127.0.0.1:0"])
-        return self
-
-    @property
-    def address(self) -> str:
-        return self.bound[0]
-
-    def _add(self, server: grpc.aio.Server) -> Sequence[str]:
-        add_methods(server, SERVICE, self.servicer.methods())
-        info = ServerInfo(
-            "1.2.3",
-            [SERVICE, SERVER_SERVICE],
-            RankRef(RankId("P"), 7),
-            Role.PREFILL,
-            limits=server_service_pb2.ServerLimits(rank=server_service_pb2.RankLimits(max_rooms=9)),
-        )
-        servicer = ServerServicer(info, self.machine, lambda: self.listener.draining)
-        add_ServerServiceServicer_to_server(servicer, server)
-        return [SERVICE, SERVER_SERVICE]
-
-
-@pytest.fixture
-async def house() -> AsyncIterator[House]:
-    house = await House().open()
-    yield house
-    await house.listener.stop(0.0)
-
-
-@pytest.fixture
-async def channel(house: House) -> AsyncIterator[Any]:
-    async with open_channel(house.address) as channel:
-        yield channel
-
-
-async def status(channel: Any, service: str = "") -> str:
-    stub: Any = health_pb2_grpc.HealthStub(channel)
-    response = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
-    return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
-
-
-def watch(channel: Any, service: str = "") -> Any:
-    stub: Any = health_pb2_grpc.HealthStub(channel)
-    return stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=20)
-
-
-async def next_status(call: Any) -> str:
-    return health_pb2.HealthCheckResponse.ServingStatus.Name((await asyncio.wait_for(call.read(), 5)).status)
-
-
-def refuses(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    with socket.socket() as probe:
-        return probe.connect_ex((host, int(port))) != 0
+__all__ = ["channel", "house"]
 
 
 class TestBinding:
@@ -184,10 +99,10 @@ class TestBinding:
 
         house.servicer.act = remember
         channels = [open_channel(house.address, own_connection=own) for own in (False, False, True, True)]
-        for channel in channels:
-            await responses_of(begin(channel, f"/{SERVICE}/UnaryUnary"))
-        for channel in channels:
-            await channel.close()
+        for each in channels:
+            await responses_of(begin(each, f"/{SERVICE}/UnaryUnary"))
+        for each in channels:
+            await each.close()
         assert peers[0] == peers[1]
         assert len(set(peers)) == 3
 
@@ -291,8 +206,8 @@ class TestHealth:
         await channels[0].close()
         house.well = False
         assert await next_status(hears) == NOT_SERVING
-        for channel in channels:
-            await channel.close()
+        for each in channels:
+            await each.close()
 
     async def test_a_watcher_of_an_unknown_service_is_told_so(self, channel: Any) -> None:
         assert await next_status(watch(channel, "no.Such")) == "SERVICE_UNKNOWN"

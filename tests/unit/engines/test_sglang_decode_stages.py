@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvgrpc.engines.sglang.decode_stages import ending, over
+from kvgrpc.engines.sglang.stages.decode import ending, over
 from kvgrpc.transfer import KVPoll
 
 BOTH = "other"  # a request that every stage has

@@ -1,0 +1,1 @@
+"""Pipeline stages of an SGLang engine, which take a request up, and end it, together."""
