@@ -99,6 +99,8 @@ SGLANG = Engine(
             f"{_SCHEDULER_OF_STAGES}.process_decode_transfer_queue": "self release_rids",
             f"{_SCHEDULER_OF_STAGES}.get_rids": "self req_queue is_send",
             f"{_SCHEDULER_OF_STAGES}._pp_recv_pyobj_from_prev_stage": "self",
+            f"{_SGLANG}.disaggregation.decode.DecodeTransferQueue.resolve_deferred_releases": "self",
+            f"{_SGLANG}.disaggregation.decode.DecodePreallocQueue.pop_preallocated": "pp_good_rids pp_bad_rids",
         },
         STATES: {
             f"{_SGLANG}.configs.mamba_utils.mamba2_state_dtype": "config",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ DONE, LOST, OPEN = KVPoll.Success, KVPoll.Failed, KVPoll.Transferring
 class Receiver:
     def __init__(self, poll: KVPoll) -> None:
         self.state = poll
+        self.kv_mgr: Any = None
 
     def poll(self) -> KVPoll:
         return self.state
@@ -42,17 +45,50 @@ class Fake:
         self.state = LOST
 
 
-class Scheduler:
-    """SGLang's steps with a queue of transfers."""
+class Request:
+    """As it stands in SGLang's queues, and in its list of those whose pages are held."""
 
-    def __init__(self, polls: dict[str, KVPoll], is_first: bool) -> None:
-        waiting = [
-            SimpleNamespace(req=SimpleNamespace(rid=rid), kv_receiver=Receiver(poll)) for rid, poll in polls.items()
-        ]
-        self.disagg_decode_transfer_queue = SimpleNamespace(queue=waiting)
+    def __init__(self, rid: str, poll: KVPoll = OPEN, is_safe: bool = True) -> None:
+        self.req = SimpleNamespace(rid=rid, bootstrap_room=hash(rid))
+        self.kv_receiver: Any = Receiver(poll)
+        self.is_safe = is_safe
+        self.kv_receiver.kv_mgr = SimpleNamespace(is_abort_release_safe=lambda room, acks: self.is_safe)
+
+
+class Transfers:
+    """SGLang's queue of them."""
+
+    def __init__(self, waiting: list[Request]) -> None:
+        self.queue = waiting
+        self._deferred_releases: list[tuple[Request, float, float, int, int]] = []
+
+    def pop(self, rids: list[str]) -> list[str]:
+        ended = [each for each in self.queue if each.req.rid in rids and each.kv_receiver.poll() in (DONE, LOST)]
+        self.queue = [each for each in self.queue if each not in ended]
+        self._deferred_releases += [(each, 0.0, math.inf, 0, 0) for each in ended if each.kv_receiver.poll() is LOST]
+        return [each.req.rid for each in ended if each.kv_receiver.poll() is DONE]
+
+    def resolve(self) -> int:
+        """Pages that came back."""
+        before, now = self._deferred_releases, time.monotonic()
+        self._deferred_releases = [entry for entry in before if not entry[0].is_safe and now < entry[2]]
+        return len(before) - len(self._deferred_releases)
+
+    def expire(self) -> None:
+        self._deferred_releases = [(entry[0], 0.0, 0.0, 0, 0) for entry in self._deferred_releases]
+
+
+class Scheduler:
+    """SGLang's steps with its queues, where a request takes one page. ``free``: of its pool."""
+
+    def __init__(self, polls: dict[str, KVPoll], is_first: bool, free: int = 0) -> None:
+        waiting = [Request(rid, poll) for rid, poll in polls.items()]
+        self.disagg_decode_transfer_queue = Transfers(waiting)
+        self.disagg_decode_prealloc_queue = SimpleNamespace(queue=[], pop_preallocated=self.pop_preallocated)
         self.pp_group = SimpleNamespace(is_first_rank=is_first)
         self.received: Any = None
         self.taken: list[str] = []
+        self.free = free
 
     def _pp_recv_pyobj_from_prev_stage(self) -> Any:
         return self.received
@@ -61,12 +97,18 @@ class Scheduler:
         return tuple([each.req.rid for each in queue if each.kv_receiver.poll() in group] for group in groups)
 
     def process_decode_transfer_queue(self, rids: list[str]) -> list[str]:
-        transfers = self.disagg_decode_transfer_queue
-        ended = [each for each in transfers.queue if each.req.rid in rids and each.kv_receiver.poll() in (DONE, LOST)]
-        transfers.queue = [each for each in transfers.queue if each not in ended]
-        taken = [each.req.rid for each in ended if each.kv_receiver.poll() is DONE]
+        self.free += self.disagg_decode_transfer_queue.resolve()
+        taken = self.disagg_decode_transfer_queue.pop(rids)
         self.taken += taken
         return taken
+
+    def pop_preallocated(self, pp_good_rids: list[str], pp_bad_rids: list[str]) -> tuple[list[Any], list[Any]]:
+        admits = self.disagg_decode_prealloc_queue
+        failed = [each for each in admits.queue if each.req.rid in pp_bad_rids]
+        good = [each for each in admits.queue if each.req.rid in pp_good_rids][: self.free]
+        self.free -= len(good)
+        admits.queue = [each for each in admits.queue if each not in [*failed, *good]]
+        return good, failed
 
     @property
     def left(self) -> list[str]:
@@ -82,6 +124,18 @@ def go_round(schedulers: list[Scheduler]) -> None:
         said = agree(lambda _: pytest.fail("SGLang's own is not asked"), scheduler)
     for scheduler in schedulers:
         said = end(Scheduler.process_decode_transfer_queue, scheduler, said)
+
+
+def admit(schedulers: list[Scheduler]) -> None:
+    """SGLang's own: what every stage waits to admit goes round, and each passes on what it has admitted."""
+    good = [each.req.rid for each in schedulers[0].disagg_decode_prealloc_queue.queue]
+    for scheduler in schedulers[1:]:
+        waiting = [each.req.rid for each in scheduler.disagg_decode_prealloc_queue.queue]
+        good = [rid for rid in good if rid in waiting]
+    for scheduler in schedulers:
+        admitted, _ = scheduler.pop_preallocated(good, [])
+        scheduler.disagg_decode_transfer_queue.queue += admitted
+        good = [each.req.rid for each in admitted]
 
 
 def stages(*polls: KVPoll) -> list[Scheduler]:
@@ -120,7 +174,7 @@ def test_what_the_round_before_took_is_not_lost_in_the_next() -> None:
     agree, end = over(lambda: True), ending(lambda: True)
     agreed = agree(len, schedulers[0])
     go_round(schedulers)
-    assert end(Scheduler.process_decode_transfer_queue, schedulers[0], agreed) == [[], []]
+    assert end(Scheduler.process_decode_transfer_queue, schedulers[0], agreed) == [[], [], [], []]
 
 
 def test_a_health_request_that_one_stage_gave_up_ends_in_all() -> None:
@@ -128,6 +182,60 @@ def test_a_health_request_that_one_stage_gave_up_ends_in_all() -> None:
     schedulers[1].disagg_decode_transfer_queue.queue[0].kv_receiver = Fake(DONE)
     go_round(schedulers)
     assert [(each.left, each.taken) for each in schedulers] == [([], [BOTH])] * 2
+
+
+@pytest.mark.parametrize("hung", range(3), ids=lambda stage: f"stage {stage} hangs")
+def test_a_page_of_a_failed_hand_off_is_free_in_all_stages_at_once_so_that_all_admit_the_same(hung: int) -> None:
+    schedulers = stages(*(LOST if stage == hung else OPEN for stage in range(3)))
+    for stage, scheduler in enumerate(schedulers):
+        scheduler.disagg_decode_transfer_queue.queue[0].is_safe = stage != hung
+        scheduler.disagg_decode_prealloc_queue.queue = [Request("next")]
+    failed = [scheduler.disagg_decode_transfer_queue.queue[0] for scheduler in schedulers]
+    for _ in range(3):
+        go_round(schedulers)
+        admit(schedulers)
+        assert [(each.left, each.free) for each in schedulers] == [([], 0)] * 3, "prefill may still write to one's page"
+    failed[hung].is_safe = True
+    go_round(schedulers)
+    assert [each.free for each in schedulers] == [1] * 3
+    admit(schedulers)
+    assert [each.left for each in schedulers] == [["next"]] * 3
+
+
+def test_a_page_that_is_held_for_too_long_is_free_in_all_stages_at_once() -> None:
+    schedulers = stages(LOST, LOST)
+    for scheduler in schedulers:
+        scheduler.disagg_decode_transfer_queue.queue[0].is_safe = False
+    go_round(schedulers)
+    for scheduler, free in zip(schedulers, (0, 1), strict=True):
+        scheduler.disagg_decode_transfer_queue.expire()
+        go_round(schedulers)
+        assert [each.free for each in schedulers] == [free] * 2
+
+
+@pytest.mark.parametrize("first", [DONE, LOST], ids=lambda poll: poll.name)
+def test_what_a_later_stage_never_admitted_ends_in_all(first: KVPoll) -> None:
+    schedulers = stages(first, OPEN, OPEN)
+    later = schedulers[1].disagg_decode_transfer_queue.queue
+    schedulers[1].disagg_decode_prealloc_queue.queue = [later.pop(0)]
+    go_round(schedulers)
+    go_round(schedulers)
+    assert [(each.left, each.taken, each.free) for each in schedulers] == [([], [BOTH], free) for free in (1, 0, 1)]
+    assert not schedulers[1].disagg_decode_prealloc_queue.queue, "its entry stays"
+
+
+def test_what_a_later_stage_does_not_know_is_not_lost_there() -> None:
+    (scheduler,) = stages(OPEN)
+    scheduler.pp_group.is_first_rank, scheduler.received = False, [["unknown"], [], [], []]
+    assert over(lambda: True)(len, scheduler) == [[], [], [], []]
+
+
+def test_what_waits_to_be_admitted_in_all_stages_is_not_lost() -> None:
+    schedulers = stages(OPEN, OPEN)
+    for scheduler in schedulers:
+        scheduler.disagg_decode_prealloc_queue.queue = [Request("next")]
+    go_round(schedulers)
+    assert all(scheduler.disagg_decode_prealloc_queue.queue for scheduler in schedulers)
 
 
 def test_another_backend_is_left_alone() -> None:

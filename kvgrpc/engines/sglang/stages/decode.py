@@ -1,31 +1,40 @@
 """The pipeline stages of a decode engine, which end a hand-off together. Imports nothing of SGLang.
 
 SGLang's stages tell each other in a ring of which requests the hand-off is over, and the first stage passes on those
-alone that went well with it: the others keep what failed, and what failed in one of them alone goes on in the rest. So
-the ring carries two lists here: what every stage has, and what any of them has lost.
+alone that went well with it: the others keep what failed, and what failed in one alone goes on in the rest. Each
+stage gives the pages of a failed one back by itself, and can then admit what another has no room for. So the ring
+carries four lists here: what every stage has, what any has lost, and of the requests whose pages are held those that a
+stage may free and those that a stage may not. All end the same requests, and free the same pages, in the same step.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from kvgrpc.transfer import KVPoll
 
 
 def over(is_ours: Callable[[], bool]) -> Callable[..., Any]:
-    """A hook around ``_pp_pd_get_decode_transferred_ids``: what the stages so far have, and have lost."""
+    """A hook around ``_pp_pd_get_decode_transferred_ids``: what the stages so far have, lost, may free, and hold."""
 
     def agreed(original: Callable[[Any], Any], scheduler: Any) -> Any:
         if not is_ours():
             return original(scheduler)
         before = None if scheduler.pp_group.is_first_rank else scheduler._pp_recv_pyobj_from_prev_stage()
-        queue = scheduler.disagg_decode_transfer_queue.queue
-        done, lost = scheduler.get_rids(queue, False, [KVPoll.Success], [KVPoll.Failed])
+        transfers = scheduler.disagg_decode_transfer_queue
+        done, lost = scheduler.get_rids(transfers.queue, False, [KVPoll.Success], [KVPoll.Failed])
+        held = [_held(entry) for entry in transfers._deferred_releases]
+        free, busy = scheduler.get_rids(held, False, [KVPoll.Success], [KVPoll.Transferring])
         if before is not None:
-            had = set(before[0])
-            done, lost = [rid for rid in done if rid in had], list({*lost, *before[1]})
-        return [done, lost]
+            had, gone = set(before[0]), {*before[0], *before[1]} - _rids(transfers)
+            done = [rid for rid in done if rid in had]
+            # One that is still to be admitted here never will be: the stage before has done so.
+            lost = list({*lost, *before[1], *(gone and gone & _rids(scheduler.disagg_decode_prealloc_queue))})
+            free, busy = [*free, *before[2]], [*busy, *before[3]]
+        return [done, lost, free, busy]
 
     return agreed
 
@@ -36,16 +45,36 @@ def ending(is_ours: Callable[[], bool]) -> Callable[..., Any]:
     def end(original: Callable[[Any, Any], Any], scheduler: Any, agreed: Any) -> Any:
         if agreed is None or not is_ours():
             return original(scheduler, agreed)
-        done, lost = agreed
+        done, lost, free, busy = agreed
         transfers, ended = scheduler.disagg_decode_transfer_queue, set(lost)
         for waiting in transfers.queue:
             if waiting.req.rid in ended:
                 # SGLang's own receivers of health requests fail by abort, at any time.
                 getattr(waiting.kv_receiver, "give_up", waiting.kv_receiver.abort)()
         # A round that is under way names what the one before it took.
-        here = {waiting.req.rid for waiting in transfers.queue}
+        here, admits = _rids(transfers), scheduler.disagg_decode_prealloc_queue
+        if (never := ended - here) and (never := never & _rids(admits)):
+            admits.pop_preallocated(pp_good_rids=[], pp_bad_rids=list(never))
+        freed, held = set(free) - set(busy), transfers._deferred_releases
+        transfers._deferred_releases = [entry for entry in held if entry[0].req.rid in freed]
         taken = original(scheduler, [*done, *lost])
-        left = {*taken, *(waiting.req.rid for waiting in transfers.queue)}
-        return [taken, [*lost, *(rid for rid in done if rid in here - left)]]
+        transfers._deferred_releases[:0] = [entry for entry in held if entry[0].req.rid not in freed]
+        left = {*taken, *_rids(transfers)}
+        return [taken, [*lost, *(rid for rid in done if rid in here - left)], free, busy]
 
     return end
+
+
+def _rids(queue: Any) -> set[str]:
+    return {each.req.rid for each in queue.queue}
+
+
+def _held(entry: tuple[Any, ...]) -> Any:
+    """A failed request whose pages SGLang holds, as the ranks of a stage ask each other of those that wait."""
+    request, *_, deadline, _, acks = entry  # 0.5.21 has no time of its begin
+
+    def poll() -> KVPoll:
+        safe = request.kv_receiver.kv_mgr.is_abort_release_safe(request.req.bootstrap_room, acks)
+        return KVPoll.Success if safe or time.monotonic() >= deadline else KVPoll.Transferring
+
+    return SimpleNamespace(req=request.req, kv_receiver=SimpleNamespace(poll=poll))
