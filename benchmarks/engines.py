@@ -220,11 +220,25 @@ class Long(Engines):
         return {self._name: statistics.median(took), f"{self._name}.slowest": max(took)}
 
 
+@dataclass(frozen=True)
+class Window:
+    """``tokens``: that the batch got in its 2 s. ``cpu``: seconds, of the process that generates, by all its threads
+    but the one that does; within ``seconds``, until the last that arrived has ended."""
+
+    tokens: int
+    cpu: float
+    seconds: float
+
+    def __add__(self, other: Window) -> Window:
+        return Window(self.tokens + other.tokens, self.cpu + other.cpu, self.seconds + other.seconds)
+
+
 class BusyDecode(Engines):
     """Decode, alone on its core, generates for a full batch, with hand-offs arriving beside it and without.
 
-    SGLang's prefill computes nothing and has the pages at once (sides/ready_pages.py); decode's tokens are read on
-    prefill's core. Of each request the number of tokens is looked at, not which they are.
+    Prefill computes nothing and has the pages at once (sides/ready_pages.py); decode's tokens are read on its core. Of
+    each request the number of tokens is looked at, not which they are, and that the prompt came from prefill, without
+    which vLLM's decode would compute it and SGLang's fail.
     """
 
     prompt_tokens = ARRIVING_TOKENS
@@ -245,9 +259,11 @@ class BusyDecode(Engines):
             pin([os.getpid()], self._cores)
 
     def finish(self, case: Case, prefill: Request, decode: Request) -> float:
-        prefill.result()
         if len(decode.result()) != len(case.tokens):
             raise RuntimeError(f"{len(decode.tokens)} tokens of {len(case.tokens)}")
+        if ENGINE == "vllm" and decode.cached != len(case.prompt):
+            raise RuntimeError(f"of a prompt of {len(case.prompt)} tokens decode got {decode.cached} from prefill")
+        prefill.result()
         return 0.0
 
     def _beside_hand_offs(self) -> Figures:
@@ -259,21 +275,18 @@ class BusyDecode(Engines):
         generating = [decode for _, decode in batch]
         # The longer its requests are the slower a batch gets: both of a kind have the same age together.
         windows = [self._window(generating, arrivals) for arrivals in (0, ARRIVALS, ARRIVALS, 0)]
-        tokens_alone, cpu_alone = map(sum, zip(windows[0], windows[3], strict=True))
-        tokens, cpu = map(sum, zip(windows[1], windows[2], strict=True))
+        alone, beside = windows[0] + windows[3], windows[1] + windows[2]
         if any(decode.wait(0) for decode in generating):
             raise RuntimeError("the batch ended before its time was over")
         for decode in generating:
             self.pair.decode.abort(decode)
             decode.wait()
         return {
-            DECODE_KEEPS: 100 * tokens / tokens_alone,
-            f"{DECODE_KEEPS}.cpu": 1e3 * (cpu - cpu_alone) / (2 * ARRIVALS),
+            DECODE_KEEPS: 100 * beside.tokens / alone.tokens,
+            f"{DECODE_KEEPS}.cpu": 1e3 * (beside.cpu - alone.cpu * beside.seconds / alone.seconds) / (2 * ARRIVALS),
         }
 
-    def _window(self, generating: Sequence[Request], arrivals: int) -> tuple[float, float]:
-        """Tokens that the batch got in it; and seconds of CPU, until the last that arrived has ended, of the process
-        that generates, by all its threads but the one that does."""
+    def _window(self, generating: Sequence[Request], arrivals: int) -> Window:
         pids = self.pair.decode.pids()
         before, used = sum(len(each.tokens) for each in generating), threads.used(pids)
         start, arrived = time.monotonic(), []
@@ -284,7 +297,7 @@ class BusyDecode(Engines):
         got = sum(len(each.tokens) for each in generating) - before
         for request in arrived:
             self.finish(*request)
-        return got, threads.beside_busiest(used, threads.used(pids))
+        return Window(got, threads.beside_busiest(used, threads.used(pids)), time.monotonic() - start)
 
 
 class Faults(Engines):

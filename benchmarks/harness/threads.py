@@ -1,21 +1,24 @@
-"""CPU time by thread."""
+"""CPU time by process and thread."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-# Seconds by process and thread.
+# Seconds by process and thread, those of a whole process under WHOLE.
 Used = Mapping[tuple[int, int], float]
+WHOLE = 0
 
 
 def used(pids: Collection[int]) -> Used:
-    """By the threads that these processes have now."""
+    """By these processes, with their threads that ended; and by the threads that they have now."""
     found = {}
     for pid in pids:
         with contextlib.suppress(OSError):
+            found[pid, WHOLE] = time.clock_gettime(~pid << 3 | 2)  # as clock_getcpuclockid(3) names its clock
             for thread in map(int, os.listdir(f"/proc/{pid}/task")):
                 with contextlib.suppress(OSError):
                     nanoseconds = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0]
@@ -25,6 +28,6 @@ def used(pids: Collection[int]) -> Used:
 
 def beside_busiest(before: Used, after: Used) -> float:
     """Seconds that the other threads of its process used, while one thread used the most of all."""
-    took = {thread: seconds - before.get(thread, 0.0) for thread, seconds in after.items()}
-    busiest = max(took, key=lambda thread: took[thread])
-    return sum(seconds for thread, seconds in took.items() if thread[0] == busiest[0] and thread != busiest)
+    took = {each: seconds - before.get(each, 0.0) for each, seconds in after.items()}
+    pid, thread = max((each for each in took if each[1] != WHOLE), key=lambda each: took[each])
+    return took[pid, WHOLE] - took[pid, thread]

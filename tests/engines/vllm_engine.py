@@ -59,7 +59,7 @@ class VllmPair(Pair):
     side, of which "transfer" is merged into its ``kv_transfer_config``.
     """
 
-    engine: type[VllmEngine] = VllmEngine
+    prefill_engine: type[VllmEngine] = VllmEngine
     sends_chunks = False
     both_sides_at_once = False
     prefill: VllmEngine
@@ -99,7 +99,8 @@ class VllmPair(Pair):
         self.engine_ids[role] = f"{role}-{self.bootstrap_port}-{next(self._starts)}"
         arguments = {**self._arguments[role], **more}
         arguments["kv_transfer_config"] = {"engine_id": self.engine_ids[role], **arguments["kv_transfer_config"]}
-        return VllmEngine(role, self._folder, arguments, self._environment)
+        kind = self.prefill_engine if role == "prefill" else VllmEngine
+        return kind(role, self._folder, arguments, self._environment)
 
     def submit(
         self, prompt: list[int], new_tokens: int, room: int | None = None, decode: Engine | None = None

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -358,13 +359,28 @@ def test_what_others_used_is_the_machines_less_ours(monkeypatch: pytest.MonkeyPa
     assert quiet.ForeignWork().share() == pytest.approx(4 / 20)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="others have no subreapers")
 def test_of_a_generating_process_the_other_threads_are_counted_and_no_other_process() -> None:
-    before = {(1, 1): 5.0, (1, 2): 1.0, (2, 2): 0.0}
-    after = {(1, 1): 9.0, (1, 2): 1.5, (1, 3): 0.25, (2, 2): 3.0}
+    before = {(1, threads.WHOLE): 6.0, (1, 1): 5.0, (1, 2): 1.0, (2, threads.WHOLE): 0.0, (2, 2): 0.0}
+    after = {(1, threads.WHOLE): 10.75, (1, 1): 9.0, (1, 2): 1.5, (2, threads.WHOLE): 3.0, (2, 2): 3.0}
     assert threads.beside_busiest(before, after) == 0.75
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="others have no such clocks")
+def test_a_thread_that_ended_is_counted_with_its_process() -> None:
+    before = threads.used([os.getpid()])
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(compute, 0.1).result()
+    compute(0.3)
+    assert threads.beside_busiest(before, threads.used([os.getpid()])) >= 0.09
+
+
+def compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others have no subreapers")
 def test_what_a_killed_engines_children_used_stays_ours() -> None:
     burn = "import os, time\nwhile time.process_time() < 0.5: pass\nprint(os.getpid(), flush=True)\ntime.sleep(60)"
     start = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {burn!r}]).wait()"
