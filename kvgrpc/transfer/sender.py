@@ -56,6 +56,7 @@ class KVSender(TransferHandle):
         sent, it gets the last ones with ``Align.TAIL``. With ``Align.HEAD`` it gets the first ones, or, where it holds
         a prefix already, those behind the prefix. Where pools have pages of their own, ``Align.TAIL`` is for each of
         them, and nothing is written before the last ``send``; else the other pools get as many pages as decode wants.
+        Where decode's pages are several of ours (more tokens each), ``num_pages`` are ours, and it is ``Align.HEAD``.
         """
         again, self._initialised = self._initialised, True
         if self.ended:

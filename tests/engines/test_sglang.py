@@ -154,11 +154,24 @@ def test_another_model_of_the_same_shape_is_refused_with_the_field(
     check(pair, reference.case(50))
 
 
-def test_another_page_size_is_refused_with_the_field(pair: Pair, reference: Reference) -> None:
+def test_pages_of_decode_that_are_twice_as_large_are_filled_by_two(pair: Pair, reference: Reference) -> None:
     other = pair.start_decode_beside(page_size=2 * PAGE)
     try:
+        for length in (3, PAGE, PAGE + 1, 2 * PAGE + 1, 300):
+            case = reference.case(length)
+            prefill, decode = pair.submit(case.prompt, len(case.tokens), decode=other)
+            assert decode.result() == case.tokens
+            assert prefill.result() == case.tokens[:1]
+        assert other.is_empty()
+    finally:
+        other.close()
+
+
+def test_another_page_size_is_refused_with_the_field(pair: Pair, reference: Reference) -> None:
+    other = pair.start_decode_beside(page_size=PAGE // 2)
+    try:
         prefill, decode = pair.submit(reference.case(100).prompt, 4, decode=other)
-        assert "page_tokens: prefill 16, decode 32" in decode.failure(15)
+        assert "page_tokens: prefill 16, decode 8" in decode.failure(15)
         pair.prefill.abort(prefill)
         assert prefill.wait(5)
     finally:

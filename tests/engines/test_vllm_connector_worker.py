@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import _custom_ops
 from vllm.config import AttentionConfig, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -26,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvgrpc.engines.vllm.bootstrap import Bootstrap
+from kvgrpc.engines.vllm.cpu_order import cpu_content
 from kvgrpc.engines.vllm.groups import groups_of
 from kvgrpc.engines.vllm.limits import check_supported
 from kvgrpc.engines.vllm.rank import (
@@ -390,3 +393,29 @@ def test_a_bootstrap_port_that_is_taken_is_named() -> None:
         with pytest.raises(AddressNotAllowed, match=f"{address} cannot be bound.*bootstrap_port"):
             bootstrap.open()
         bootstrap.close()
+
+
+def by_rows(new: Any, cache: Any, slot: int) -> None:
+    cache[slot // cache.shape[2], :, slot % cache.shape[2]] = new[0]
+
+
+def by_columns(new: Any, cache: Any, slot: int) -> None:
+    """As vLLM's csrc/cpu/cpu_attn_vec.hpp does with keys: (heads, head size, tokens of a block)."""
+    block, place = divmod(slot, cache.shape[2])
+    for head in range(cache.shape[1]):
+        cache[block, head].view(-1)[place :: cache.shape[2]] = new[0, head]
+
+
+@pytest.mark.parametrize(
+    ("keys", "axes"), [(by_rows, "head,kv,token,dim"), (by_columns, "head,kv,vec"), (None, "head,kv,unknown")]
+)
+def test_the_kernel_for_cpus_is_asked_where_it_keeps_a_token(
+    monkeypatch: pytest.MonkeyPatch, keys: Any, axes: str
+) -> None:
+    def write(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, isa: str) -> None:
+        keys(key, key_cache, int(slots[0]))
+        by_rows(value, value_cache, int(slots[0]))
+
+    monkeypatch.setattr(_custom_ops, "cpu_attn_reshape_and_cache", write)
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: "vec")
+    assert cpu_content(torch.zeros(8, 4, BLOCK, 16)) == axes

@@ -91,6 +91,7 @@ def worker_with(monkeypatch: pytest.MonkeyPatch, *pools: str, rank: Any = None) 
         "get_pp_group": SimpleNamespace(rank_in_group=0),
         "WorkerProcess": place,
         "pools_of": [SimpleNamespace(name=name, page_bytes=PAGE_BYTES) for name in pools],
+        "groups_of": [SimpleNamespace(moves_on=False) for _ in pools],
         "model_of": None,
         "rank_config": None,
         "open_rank": rank,
@@ -148,7 +149,7 @@ def test_a_prompt_is_announced_then_sent_and_said_to_be_sent_once(worker: Worker
     worker.take_on(Handoffs(announced={"r": "x"}))
     assert worker.finished(()) == NOTHING
     worker.take_on(Handoffs(computed={"r": Send("x", {"kv": (4, 9)})}))
-    assert room(rooms, "x").calls == [("init", 2, Align.TAIL), ("send", {"kv": (4, 9)})]
+    assert room(rooms, "x").calls == [("init", 2, Align.HEAD), ("send", {"kv": (4, 9)})]
     assert worker.finished({"r"}) == NOTHING  # vLLM is through with it long before its pages are
     room(rooms, "x").succeed()
     assert worker.finished(()) == ({"r"}, set())

@@ -39,12 +39,13 @@ def engine(registry: str) -> Iterator[Open]:
     opened: list[RankHost] = []
 
     def open_engine(
-        name: str, role: str, tp: int, *, heads: int = HEADS, axes: str = "token,head,dim", cp: int = 1, **more: Any
-    ) -> list[RankHost]:
+        name: str, role: str, tp: int, *, heads: int = HEADS, axes: str = "token,head,dim", cp: int = 1,
+        tokens: int = TOKENS, **more: Any,
+    ) -> list[RankHost]:  # fmt: skip
         ranks = []
         for at_cp, at_tp in itertools.product(range(cp), range(tp)):
-            pool: dict[str, Any] = {"page_tokens": TOKENS}
-            page_bytes = TOKENS * DIM
+            pool: dict[str, Any] = {"page_tokens": tokens}
+            page_bytes = tokens * DIM
             if heads:
                 held = max(heads // tp, 1)
                 pool |= {"heads_total": heads, "head_start": at_tp * heads // tp, "head_count": held, "axes": axes}
@@ -126,6 +127,56 @@ def test_heads_arrive_where_they_belong(
         for rank in decode:
             rank.memory[:, 10:16] = 0
     assert (cache_of(decode, axes, [0, 9, 16]) == before).all()
+
+
+def tokens_of(ranks: Sequence[RankHost], axes: str, pages: Sequence[int], size: int) -> Any:
+    """[layers, tokens, heads, bytes of one] of these pages, of ``size`` tokens each."""
+    parts = []
+    for rank in ranks:
+        held = rank.memory.shape[2] // (size * DIM)
+        order = (size, held, DIM) if axes.startswith("token") else (held, size, DIM)
+        part = rank.memory[:, list(pages)].reshape(len(rank.memory), len(pages), *order)
+        part = part if axes.startswith("token") else part.swapaxes(2, 3)
+        parts.append(part.reshape(len(part), -1, held, DIM))
+    return np.concatenate(parts, axis=2)
+
+
+@pytest.mark.parametrize("data_plane", ["shm", pytest.param("mooncake", marks=NEEDS_MOONCAKE)])
+@pytest.mark.parametrize("axes", ["token,head,kv,dim", "head,token,kv,dim"])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
+def test_two_pages_of_prefill_fill_one_of_decode(
+    engine: Open, registry: str, prefill_tp: int, decode_tp: int, axes: str, data_plane: str
+) -> None:
+    """Of a prompt of five pages, in chunks of two: decode's third has room left, which nobody writes."""
+    prefill = engine("P", "PREFILL", prefill_tp, axes=axes, data_plane=data_plane)
+    decode = engine("D", "DECODE", decode_tp, axes=axes, tokens=2 * TOKENS, data_plane=data_plane)
+    for number, rank in enumerate(prefill):
+        rank.fill(number)
+    others = [page for page in range(decode[0].memory.shape[1]) if page not in (12, 10, 15)]
+    for rank in decode:
+        rank.receive(1, registry, (12, 10, 15), aux_row=2)
+    for rank in prefill:
+        rank.send(1, (7, 3, 4, 9, 5), aux_row=1, chunk=2)
+    for rank in decode:
+        assert rank.wait("receivers", [1], [SUCCESS, FAILED])[1][0] == SUCCESS, rank.failure_of("receivers", 1)
+        assert rank.receivers[1, 0].pages_done == 3
+    for rank in prefill:
+        assert rank.wait("senders", [1], [SUCCESS, FAILED])[1][0] == SUCCESS, rank.failure_of("senders", 1)
+        assert rank.senders[1, 0].pages_done == 5
+    sent, found = tokens_of(prefill, axes, (7, 3, 4, 9, 5), TOKENS), tokens_of(decode, axes, (12, 10, 15), 2 * TOKENS)
+    assert (found[:, : 5 * TOKENS] == sent).all()
+    assert not found[:, 5 * TOKENS :].any() and not tokens_of(decode, axes, others, 2 * TOKENS).any()
+
+
+def test_pages_of_two_sizes_are_not_compared_by_checksums(engine: Open, registry: str) -> None:
+    (prefill,) = engine("P", "PREFILL", 1, axes="token,head,kv,dim", verify=True)
+    (decode,) = engine("D", "DECODE", 1, axes="token,head,kv,dim", tokens=2 * TOKENS, verify=True)
+    decode.receive(1, registry, (1,))
+    prefill.send(1, (1, 2))
+    assert decode.wait("receivers", [1], [SUCCESS, FAILED])[1][0] == FAILED
+    failure = decode.failure_of("receivers", 1)
+    assert failure is not None and failure[0] == "PARALLEL_LAYOUT_MISMATCH"
+    assert "pools[0].page_tokens: prefill 16, verify, decode 32, verify" in failure[1]
 
 
 def test_a_room_of_two_decode_ranks_is_one_at_prefill_with_its_stages(engine: Open, registry: str) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from kvgrpc.engines.addresses import bracketed, engine_name, loopback_for
 from kvgrpc.engines.identity import MODEL_NAME, dtype_name, identity
+from kvgrpc.engines.vllm.cpu_order import cpu_content
 from kvgrpc.engines.vllm.groups import Group, groups_of, spec_of_layer, specs_of
 from kvgrpc.engines.vllm.limits import UNTRIED
 from kvgrpc.engines.vllm_plugin import LISTEN
@@ -28,7 +29,6 @@ _ROLES = {
 }
 # vllm/v1/attention/backends: what forward() makes of its cache.
 _CONTENT = {
-    "CPU_ATTN": "head,kv,token,dim",
     "FLASH_ATTN": "head,token,kv,dim",
     "TRITON_ATTN": "head,token,kv,dim",
 }
@@ -145,7 +145,7 @@ def _pool(group: Group, caches: Mapping[str, torch.Tensor], config: Any, kv_cach
         pages=blocks,
         dtype=dtype_name(config.cache_config.cache_dtype, held[0].dtype),
         regions=tuple(sorted(regions)),
-        axes=_axes(kv_cache_config.kv_cache_layout or "", config, whole_kernel_blocks=held[0].shape[0] == blocks),
+        axes=_axes(kv_cache_config.kv_cache_layout or "", config, held[0], blocks),
         location=_location(held[0]),
         **_heads(config, tp_rank, [spec.num_kv_heads for spec in specs_of(its.kv_cache_spec)]),
     )
@@ -205,14 +205,15 @@ def model_of(config: Any, pool: Pool, place: WorkerProcess) -> ModelIdentity:
     return identity(model.model, model.revision, pool.dtype, pool.dtype, model.use_mla, place.model_name)
 
 
-def _axes(layout: str, config: Any, whole_kernel_blocks: bool) -> str:
+def _axes(layout: str, config: Any, cache: torch.Tensor, blocks: int) -> str:
     """vLLM's letters of a page (layer, block, head, token, content) in our words, where a page is one of its blocks.
 
     Where in the content keys and values are is known of some attention backends; of the others vLLM alone reads it.
     """
-    if layout != "LBHNC" or not whole_kernel_blocks:
+    if layout != "LBHNC" or cache.shape[0] != blocks:  # a block is several of the kernel's
         return layout
-    return _CONTENT.get(attention_backend(config), "head,token,dim")
+    backend = attention_backend(config)
+    return cpu_content(cache) if backend == "CPU_ATTN" else _CONTENT.get(backend, "head,token,dim")
 
 
 def attention_backend(config: Any) -> str:

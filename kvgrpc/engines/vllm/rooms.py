@@ -12,16 +12,17 @@ from kvgrpc.transfer import Align, KVReceiver, KVSender
 class Sending:
     """Prefill: made when vLLM begins to compute the prompt, so that decode finds it."""
 
-    def __init__(self, sender: KVSender) -> None:
-        self.room = sender
+    def __init__(self, sender: KVSender, align: Align = Align.TAIL) -> None:
+        self.room, self._align = sender, align
         self.pages: Pages = {}
         self.began = 0.0
         self._holds = False
 
     def send(self, pages: Pages) -> None:
-        """All of the prompt; decode wants the last ones of each pool. From now on vLLM holds them until ``over``."""
+        """All of the prompt, or, with ``Align.TAIL``, what is left of it in each pool: decode wants the last ones. From
+        now on vLLM holds them until ``over``."""
         self.pages, self.began, self._holds = pages, time.monotonic(), True
-        self.room.init(len(pages[KV]), align=Align.TAIL)
+        self.room.init(len(pages[KV]), align=self._align)
         self.room.send(pages)
 
     @property

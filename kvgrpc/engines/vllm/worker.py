@@ -18,14 +18,14 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 
 from kvgrpc.engines.addresses import registry_of
 from kvgrpc.engines.vllm.bootstrap import Bootstrap
-from kvgrpc.engines.vllm.groups import KV
+from kvgrpc.engines.vllm.groups import KV, groups_of
 from kvgrpc.engines.vllm.handoffs import Handoffs, Receive
 from kvgrpc.engines.vllm.rank import WorkerProcess, bootstrap_address, model_of, pools_of, rank_config
 from kvgrpc.engines.vllm.rooms import Receiving, Sending
 from kvgrpc.engines.vllm.stats import TransferStats
 from kvgrpc.model import Role
 from kvgrpc.server import Rank, RankConfig, open_rank
-from kvgrpc.transfer import KVReceiver, KVSender, room_from_transfer_id
+from kvgrpc.transfer import Align, KVReceiver, KVSender, room_from_transfer_id
 
 logger = logging.getLogger("vllm." + __name__)
 # vLLM kills a worker that takes more than 5 s.
@@ -41,6 +41,9 @@ class Worker:
         pools = pools_of(caches, config, kv_cache_config, tp_rank)
         self._external = place.external
         self._page_bytes = {pool.name: pool.page_bytes for pool in pools}
+        # Windows and states are of a prompt's end. Where all of it is sent, blocks of the two sides may differ in size.
+        groups = groups_of(kv_cache_config)
+        self._align = Align.HEAD if len(groups) == 1 and not groups[0].moves_on else Align.TAIL
         self._sending: dict[str, Sending] = {}
         self._receiving: dict[str, Receiving] = {}
         # Rooms of requests that wait for blocks.
@@ -151,7 +154,8 @@ class Worker:
         """A request that was preempted is announced again."""
         if number not in self._sending:
             room = room_from_transfer_id(transfer_id)
-            self._sending[number] = Sending(KVSender(self._transfers[Role.PREFILL], "", room, decode=decode))
+            sender = KVSender(self._transfers[Role.PREFILL], "", room, decode=decode)
+            self._sending[number] = Sending(sender, self._align)
         return self._sending[number]
 
     def _receiver(self, receive: Receive) -> KVReceiver:

@@ -102,14 +102,16 @@ def _check_work(prefill: EngineShape, decode: EngineShape) -> None:
     lines *= max(prefill.layout.tp // decode.layout.tp, 1) * max(prefill.layout.pp // decode.layout.pp, 1)
     if lines > MOST_LINES:
         raise InvalidRequest.of("layout", lines, f"small enough for {MOST_LINES} lines")
+    alike = prefill.axes == decode.axes and prefill.page_tokens == decode.page_tokens
     for engine in (prefill, decode):
         if engine.layers > MOST_LAYERS:
             raise InvalidRequest.of("layers", engine.layers, f"at most {MOST_LAYERS}")
         if engine.page_tokens > MOST_PAGE_TOKENS:
             raise InvalidRequest.of("page_tokens", engine.page_tokens, f"at most {MOST_PAGE_TOKENS}")
-        work = lines * (-(-engine.layers // engine.layout.pp) + engine.page_tokens)
+        heads = 1 if alike else max(engine.heads // engine.layout.tp, 1)
+        work = lines * (-(-engine.layers // engine.layout.pp) + engine.page_tokens * heads)
         if work > MOST_WORK:
-            rule = f"lines ({lines}) x (layers of a stage + page_tokens) of at most {MOST_WORK}"
+            rule = f"lines ({lines}) x (layers of a stage + page_tokens x heads of a rank) of at most {MOST_WORK}"
             raise InvalidRequest.of("layout", work, rule)
 
 
@@ -117,7 +119,7 @@ def _descriptors(source: Shape, target: Shape) -> int:
     """Of one page: all layers of a made-up pool are alike, so one of them is looked at."""
     ours, theirs = shared_layers(source.pools[0], target.pools[0])
     one, other = (replace(pool, regions=pool.regions[:1]) for pool in (ours, theirs))
-    return len(runs(one, other)[0]) * len(ours.regions)
+    return len(runs(one, other).source) * len(ours.regions)
 
 
 def layers_of(layers: int, pp_size: int, pp: int) -> tuple[int, int]:

@@ -47,27 +47,47 @@ class Side(NamedTuple):
 
 
 class Geometry:
-    """The place of one pair's pools in both memories; made once, used for every chunk. Thread-safe, immutable."""
+    """The place of one pair's pools in both memories; made once, used for every chunk. Thread-safe, immutable.
+
+    ``is_even``: in the destination it is as far from any page, or part of one, to the next.
+    """
 
     __slots__ = (
         "_dense",
         "_destination",
         "_destination_stride",
         "_page_bytes",
+        "_parts",
         "_source",
         "_source_stride",
+        "_steps",
         "bytes_of_a_page",
+        "is_even",
     )
 
-    def __init__(self, source: Sequence[Region], destination: Sequence[Region]) -> None:
-        """Regions match by position (topology.py has compared them)."""
+    def __init__(
+        self,
+        source: Sequence[Region],
+        destination: Sequence[Region],
+        parts: Sequence[int] = (),
+        steps: Sequence[int] = (),
+    ) -> None:
+        """Regions match by position (topology.py has compared them).
+
+        ``parts``: where pages of the destination are numbered by their parts, how many one has in each region, and
+        ``steps``: how far it is from one part to the next.
+        """
         self._source = _array([region.address for region in source])
         self._destination = _array([region.address for region in destination])
         self._source_stride = _array([region.page_stride_bytes for region in source])
         self._destination_stride = _array([region.page_stride_bytes for region in destination])
         self._page_bytes = _array([region.page_bytes for region in source])
+        self._parts, self._steps = _array(parts), _array(steps)
+        self.is_even = not parts
+        if parts and bool((self._steps * self._parts == self._destination_stride).all()):
+            self._destination_stride, self.is_even = self._steps, True  # each part is like a page
         gapless = (self._source_stride == self._page_bytes) & (self._destination_stride == self._page_bytes)
-        self._dense = bool(gapless.all())
+        self._dense = bool(gapless.all()) and self.is_even
         self.bytes_of_a_page = sum(region.page_bytes for region in source)
 
     @property
@@ -99,9 +119,7 @@ class Geometry:
         else:
             first, lengths = page_runs(source, destination, np.array(ends[:-1], np.intp))
         sources = (self._source + _column(source[first]).astype(np.uint64) * self._source_stride).ravel()
-        destinations = (
-            self._destination + _column(destination[first]).astype(np.uint64) * self._destination_stride
-        ).ravel()
+        destinations = self._places(_column(destination[first]).astype(np.uint64)).ravel()
         nbytes = (self._page_bytes * _column(lengths)).ravel()
         if len(chunks) == 1:
             return [Plan(sources, destinations, nbytes)]
@@ -112,18 +130,29 @@ class Geometry:
         """Little code, because what a CPU has not run lately costs tens of us: rooms of a page come alone."""
         return Plan(
             self._source + self._source_stride * np.uint64(source),
-            self._destination + self._destination_stride * np.uint64(destination),
+            self._places(np.uint64(destination)),
             self._page_bytes,
         )
+
+    def _places(self, pages: U64Array | np.uint64) -> U64Array:
+        """The addresses of pages of the destination, or of parts of them, in each region."""
+        if self.is_even:
+            return self._destination + pages * self._destination_stride
+        whole: U64Array = pages // self._parts
+        return self._destination + whole * self._destination_stride + (pages - whole * self._parts) * self._steps
 
 
 def geometry(source: Sequence[Pool], destination: Sequence[Pool]) -> Geometry:
     """The geometry of a pair whose pools were compared: one page number addresses every pool, and of the layers and
-    heads those move that both sides hold.
+    heads those move that both sides hold. Where several of our pages fill one of theirs, it is of those parts.
     """
     pairs = [runs(*shared_layers(ours, theirs)) for ours, theirs in zip(source, destination, strict=True)]
+    divided = any(each.parts > 1 for each in pairs)
     return Geometry(
-        [region for ours, _ in pairs for region in ours], [region for _, theirs in pairs for region in theirs]
+        [region for each in pairs for region in each.source],
+        [region for each in pairs for region in each.destination],
+        [each.parts for each in pairs for _ in each.source] if divided else (),
+        [step for each in pairs for step in each.steps or (region.page_stride_bytes for region in each.destination)],
     )
 
 

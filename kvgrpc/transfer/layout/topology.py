@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvgrpc.errors import ParallelLayoutMismatch
 from kvgrpc.model import UNKNOWN_MODEL, Attention, Layout, ModelIdentity, Pool, RankId
-from kvgrpc.transfer.layout.heads import shared_layers, sliceable
+from kvgrpc.transfer.layout.heads import parts_of_page, shared_layers, sliceable
 from kvgrpc.transfer.layout.translation import translates
 
 Coordinates = tuple[int, int, int, int]
@@ -174,6 +174,11 @@ def owed_part(prefill: Shape, decode: Shape) -> Part:
     return wanted_part(decode, (rank.dp, rank.pp, rank.cp, rank.tp), prefill.layout, layers)
 
 
+def parts_of_pages(prefill: Sequence[Pool], decode: Sequence[Pool]) -> int:
+    """Returns how many of prefill's pages fill one of decode's, in pools that fit: of the first pool."""
+    return parts_of_page(*shared_layers(prefill[0], decode[0])) or 1
+
+
 def mismatch(differences: dict[str, tuple[object, object]]) -> ParallelLayoutMismatch:
     """The error of differing fields: prefill's value first, decode's second."""
     text = ", ".join(f"{field}: prefill {one}, decode {other}" for field, (one, other) in differences.items())
@@ -280,9 +285,11 @@ def _pool_differences(
                 continue
             ours, theirs = shared_layers(ours, theirs)
         translated = not sliceable(ours, theirs) and translates(ours, theirs)
+        parts = _parts(index, ours, theirs)
         for name in fields:
             one, other = getattr(ours, name), getattr(theirs, name)
-            if one != other and not (translated and name == "axes"):
+            allowed = (translated and name == "axes") or (parts > 1 and name == "page_tokens")
+            if one != other and not allowed:
                 differences[f"pools[{index}].{name}"] = (one, other)
         if not same_tp and not theirs.heads_total and not mla:
             differences[f"pools[{index}].heads_total"] = (0, "above 0, or model.attention MLA: layout.tp differs")
@@ -290,15 +297,22 @@ def _pool_differences(
             continue
         if ours.head_count != theirs.head_count and not sliceable(ours, theirs):
             differences[f"pools[{index}].axes"] = (ours.axes, f"{theirs.axes}: must say where heads are")
-        differences.update(_region_differences(f"pools[{index}]", ours, theirs))
+        differences.update(_region_differences(f"pools[{index}]", ours, theirs, parts))
     return differences
 
 
-def _region_differences(where: str, prefill: Pool, decode: Pool) -> dict[str, tuple[object, object]]:
+def _parts(index: int, prefill: Pool, decode: Pool) -> int:
+    """Returns how many of prefill's pages fill one of decode's; 1 too where they are not to. Of the first pool alone,
+    whose positions are the prompt's: a window of another begins anywhere in a page."""
+    parts = 1 if index else parts_of_page(prefill, decode) or 1
+    return parts if parts * decode.pages < 2**32 else 1
+
+
+def _region_differences(where: str, prefill: Pool, decode: Pool, parts: int) -> dict[str, tuple[object, object]]:
     if len(prefill.regions) != len(decode.regions):
         return {f"{where}.regions": (len(prefill.regions), len(decode.regions))}
     our_heads, their_heads = max(prefill.head_count, 1), max(decode.head_count, 1)
-    if our_heads == their_heads and prefill.regions == decode.regions:
+    if our_heads == their_heads and parts == 1 and prefill.regions == decode.regions:
         return {}
     for number, (ours, theirs) in enumerate(zip(prefill.regions, decode.regions, strict=True)):
         if ours.layer != theirs.layer:
@@ -306,7 +320,7 @@ def _region_differences(where: str, prefill: Pool, decode: Pool) -> dict[str, tu
         if ours.component != theirs.component:
             return {f"{where}.regions[{number}].component": (ours.component, theirs.component)}
         # Bytes of a page for each head, crosswise so that nothing is divided.
-        if ours.page_bytes * their_heads != theirs.page_bytes * our_heads:
+        if ours.page_bytes * parts * their_heads != theirs.page_bytes * our_heads:
             return {f"{where}.regions[{number}].page_bytes": (ours.page_bytes, theirs.page_bytes)}
     return {}
 

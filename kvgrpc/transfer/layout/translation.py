@@ -6,13 +6,23 @@ A piece is what lies together on both sides: the bytes of one head of one token 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvgrpc.model import Pool, Region
 
 KV, TOKEN, HEAD, DIM = "kv", "token", "head", "dim"
 _PARTS = {"k": ("k",), "v": ("v",), "kv": ("k", "v")}
+
+
+class Runs(NamedTuple):
+    """Pieces of a page, on either side. ``parts``: how many pages of the source fill one of the destination's, and
+    ``steps``: of each piece, how far it is there from one of them to the next."""
+
+    source: list[Region]
+    destination: list[Region]
+    parts: int = 1
+    steps: Sequence[int] = ()
 
 
 class _Part(NamedTuple):
@@ -33,7 +43,7 @@ def translates(source: Pool, destination: Pool) -> bool:
     }
 
 
-def translated(source: Pool, destination: Pool) -> tuple[list[Region], list[Region]]:
+def translated(source: Pool, destination: Pool, parts: int = 1) -> Runs:
     """The heads that both pools hold, piece by piece, on either side. Raises ValueError where they do not translate."""
     if not translates(source, destination):
         raise ValueError(f"pool {source.name!r}: axes {source.axes!r} do not translate to {destination.axes!r}")
@@ -42,6 +52,7 @@ def translated(source: Pool, destination: Pool) -> tuple[list[Region], list[Regi
     last = min(source.head_start + source.head_count, destination.head_start + destination.head_count)
     sources: list[Region] = []
     destinations: list[Region] = []
+    steps: list[int] = []
     for key in sorted(ours):
         one, other = ours[key], theirs[key]
         for head in range(first, last):
@@ -52,7 +63,8 @@ def translated(source: Pool, destination: Pool) -> tuple[list[Region], list[Regi
             for token in range(count):
                 sources.append(_piece(one.region, at + token * one.token_stride, nbytes))
                 destinations.append(_piece(other.region, to + token * other.token_stride, nbytes))
-    return sources, destinations
+                steps.append(source.page_tokens * other.token_stride)
+    return Runs(sources, destinations, parts, steps if parts > 1 else ())
 
 
 def _piece(region: Region, offset: int, nbytes: int) -> Region:

@@ -22,6 +22,8 @@ class Destination(msgspec.Struct, eq=False, gc=False):
     ``others``: pages of the second pool, the third and so on, where each pool has its own; the first pool's positions
     are the prompt's. None: one list of pages addresses every pool.
 
+    ``parts``: prefill's pages may be smaller than decode's, and so many fill one: then ``divided`` counts those.
+
     Runs of a few bytes may name millions of pages: they take no memory until ``slice`` is asked for some.
     """
 
@@ -32,6 +34,8 @@ class Destination(msgspec.Struct, eq=False, gc=False):
     count: int = -1
     _starts: _Index = _NONE
     _ends: _Index = _NONE
+    parts: int = 1
+    _whole: Destination | None = None
 
     def __post_init__(self) -> None:
         if self._pages is not None:
@@ -43,6 +47,14 @@ class Destination(msgspec.Struct, eq=False, gc=False):
         ends = np.cumsum(np.asarray(lengths, np.int64))
         count = int(ends[-1]) if len(ends) else 0
         return cls(None, first_page, count=count, _starts=np.asarray(starts, np.int64), _ends=ends)
+
+    def divided(self, parts: int) -> Destination:
+        """The same place in pages of prefill's, of which ``parts`` fill one of the first pool: part i of page p is
+        p x parts + i."""
+        if parts == 1:
+            return self
+        counts = self.first_page * parts, self.others, self.count * parts
+        return Destination(None, *counts, parts=parts, _whole=self)
 
     @property
     def held(self) -> int:
@@ -112,6 +124,8 @@ class Destination(msgspec.Struct, eq=False, gc=False):
 
     def slice(self, first: int, stop: int) -> U32Array:
         """The page numbers at positions [first, stop), uint32; runs are expanded for these positions only."""
+        if self._whole is not None:
+            return self._slice_of_parts(self._whole, first, stop)
         if self._pages is not None:
             pages = _array(self._pages)
             return pages if not first and stop == self.count else pages[first:stop]
@@ -128,6 +142,13 @@ class Destination(msgspec.Struct, eq=False, gc=False):
         expanded: U32Array = (np.arange(first, stop, dtype=np.int64) + shifts).astype(np.uint32)
         return expanded
 
+    def _slice_of_parts(self, whole: Destination, first: int, stop: int) -> U32Array:
+        begin = first // self.parts
+        pages = whole.slice(begin, -(-stop // self.parts)).astype(np.int64)
+        at = np.arange(first, stop, dtype=np.int64)
+        numbers: U32Array = (pages[at // self.parts - begin] * self.parts + at % self.parts).astype(np.uint32)
+        return numbers
+
     def same(self, other: Destination) -> bool:
         """The same pages in the same order, in each pool, and the same prefix."""
         mine, theirs = self.others, other.others
@@ -137,6 +158,8 @@ class Destination(msgspec.Struct, eq=False, gc=False):
         return same and self._same(other)
 
     def _same(self, other: Destination) -> bool:
+        if self._whole is not None and other._whole is not None:
+            return self.parts == other.parts and self._whole._same(other._whole)
         if self.first_page != other.first_page or self.count != other.count:
             return False
         if self._pages is None and other._pages is None:

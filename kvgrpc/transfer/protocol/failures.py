@@ -162,6 +162,12 @@ def bad_send(key: RoomKey, text: str, field: str, value: int) -> KvGrpcError:
     return InvalidRequest(f"send: {text}", metadata=metadata)
 
 
+def counted_from_the_end(key: RoomKey, parts: int) -> KvGrpcError:
+    """Windows, of which a prompt's first pages are not sent (rule 13, chunks)."""
+    rule = f"Align.HEAD, or pages of equal size: {parts} of ours fill one of decode's, and the end does not show where"
+    return InvalidRequest.of("align", "Align.TAIL", rule, room=key.room, attempt=key.attempt)
+
+
 def not_asked_for(peer: RankRef) -> KvGrpcError:
     """SUCCESS of a room that was not told where to write (rule 15, hostile frames)."""
     text = f"state: {peer} said SUCCESS, but was never told where to write"

@@ -22,7 +22,8 @@ MOST_DECODE_RANKS = 256
 @dataclass(frozen=True, slots=True)
 class DecodeHello:
     """A Hello that fits this rank. ``part``: what we owe the decode rank; ``place``: which of the ``places`` ranks of
-    its engine that name each room to us it is. ``max_frame_bytes``, ``verify``: as both sides take it."""
+    its engine that name each room to us it is. ``max_frame_bytes``, ``verify``: as both sides take it. ``parts``: how
+    many of our pages fill one of its own."""
 
     ref: RankRef
     to: RankRef
@@ -35,6 +36,7 @@ class DecodeHello:
     places: int
     max_frame_bytes: int
     verify: bool
+    parts: int
 
 
 def read_hello(first: pb.SessionRequest, config: TransferConfig, shape: topology.Shape, row_bytes: int) -> DecodeHello:
@@ -59,10 +61,15 @@ def read_hello(first: pb.SessionRequest, config: TransferConfig, shape: topology
     me, to = config.ref, rank_ref_from_pb(hello.to)
     if to.rank != me.rank:
         raise WrongRank(f"{to.rank} was meant, {me.rank} is here", metadata={"expected": to.rank, "actual": me.rank})
-    part = topology.NOTHING
+    part, parts = topology.NOTHING, 1
+    verify = config.verify and hello.verify
     if to == me:
         aux, model = tuple(hello.aux_item_bytes), model_from_pb(hello.model)
         part = _part(shape, topology.Shape(ref.rank, layout, pools, aux, hello.data_plane, model), hello)
+        parts = topology.parts_of_pages(shape.pools, pools)
+        if verify and parts > 1:
+            tokens = [f"{side[0].page_tokens}, verify" for side in (shape.pools, pools)]
+            raise topology.mismatch({"pools[0].page_tokens": (tokens[0], tokens[1])})
     return DecodeHello(
         ref,
         to,
@@ -74,7 +81,8 @@ def read_hello(first: pb.SessionRequest, config: TransferConfig, shape: topology
         topology.place_of(ref.rank, config.layout, layout),
         places,
         min(config.max_frame_bytes, hello.max_frame_bytes or 2**63),
-        config.verify and hello.verify,
+        verify,
+        parts,
     )
 
 

@@ -267,7 +267,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             for part in record.siblings
             if part.owner is not None
         )
-        pages = next((each.destination.count for each in record.siblings if each.destination is not None), 0)
+        pages = next((each.pages_wanted for each in record.siblings if each.destination is not None), 0)
         age = (self.core.now - record.created_at) * self.config.timing.tick_seconds
         return RoomRow(
             record.key.at(0),
@@ -325,6 +325,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         pair = self.core.pairs[hello.ref]
         pair.sends_aux, pair.verify = hello.part.aux, hello.verify
         pair.place, pair.places = hello.place, hello.places
+        pair.parts, pair.pools = hello.parts, len(hello.pools)
         self._sessions[pair] = session
         return session
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvgrpc.errors import ParallelLayoutMismatch
 from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, Region
-from kvgrpc.transfer.layout.topology import Shape, owed_part
+from kvgrpc.transfer.layout.topology import Shape, owed_part, parts_of_pages
 
 HEADS, DIM_BYTES = 8, 256
 # SGLang's metadata row: MetadataBuffers.get_buf_infos of an engine without speculation, in its order.
@@ -51,14 +51,29 @@ def test_from_vllm_to_sglang_the_metadata_row_is_missing_and_named() -> None:
 
 
 @pytest.mark.parametrize("engine", [sglang, vllm])
-@pytest.mark.parametrize(("prefill", "decode"), [(32, 16), (16, 32)])
-def test_page_sizes_that_divide_are_refused_with_both(
-    engine: Callable[[int], Shape], prefill: int, decode: int
-) -> None:
+def test_pages_of_decode_that_are_a_multiple_are_served(engine: Callable[[int], Shape]) -> None:
     """Also between two vLLMs."""
+    prefill, decode = engine(16), vllm(32)
+    assert not owed_part(prefill, decode).empty
+    assert parts_of_pages(prefill.pools, decode.pools) == 2
+
+
+@pytest.mark.parametrize("engine", [sglang, vllm])
+@pytest.mark.parametrize(("prefill", "decode"), [(32, 16), (32, 48)])
+def test_other_page_sizes_are_refused_with_both(engine: Callable[[int], Shape], prefill: int, decode: int) -> None:
     with pytest.raises(ParallelLayoutMismatch) as refusal:
         owed_part(engine(prefill), vllm(decode))
     assert f"pools[0].page_tokens: prefill {prefill}, decode {decode}" in str(refusal.value)
+
+
+@pytest.mark.parametrize("axes", ["", "head,kv,vec", "head,token,dim"], ids=["latents", "CPUs", "FlashInfer"])
+def test_a_multiple_is_refused_where_only_the_engine_knows_where_a_token_is(axes: str) -> None:
+    """SGLang and vLLM say nothing of latents; some attention of vLLM keeps K and V of a token where it likes."""
+    prefill, decode = (shape("vllm", tokens, "head,token,kv,dim") for tokens in (16, 32))
+    changed = [replace(each, pools=(replace(each.pools[0], axes=axes),)) for each in (prefill, decode)]
+    with pytest.raises(ParallelLayoutMismatch) as refusal:
+        owed_part(changed[0], changed[1])
+    assert "pools[0].page_tokens: prefill 16, decode 32" in str(refusal.value)
 
 
 def test_pages_in_an_order_without_heads_are_not_cut_for_other_tensor_parallel_sizes() -> None:

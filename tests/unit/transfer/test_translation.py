@@ -96,7 +96,7 @@ def value(*index: int) -> int:
 
 def test_what_lies_together_on_both_sides_is_one_piece() -> None:
     keys_apart, together = Memory("head,token,dim"), Memory("head,kv,token,dim")
-    sources, destinations = translated(keys_apart.pool, together.pool)
+    sources, destinations, *_ = translated(keys_apart.pool, together.pool)
     assert len(sources) == len(destinations) == LAYERS * 2 * HEADS
     assert {region.page_bytes for region in sources} == {TOKENS * DIM * 4}
     assert len(translated(Memory("token,head,dim").pool, together.pool)[0]) == LAYERS * 2 * HEADS * TOKENS

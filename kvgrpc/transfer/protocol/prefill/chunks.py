@@ -202,11 +202,21 @@ class Chunks(msgspec.Struct, eq=False, gc=False):
             pages, start = np.ascontiguousarray(pages[unwanted:]), start + unwanted
         return pages, destination.slice(start, start + len(pages))
 
+    def wanted(self, destination: Destination) -> int:
+        """Returns how many of our pages decode's get, as far as is known: its last of several may have room."""
+        count, shift = destination.count, self._shift(destination)
+        if destination.parts == 1 or self.total is None or shift is None:
+            return count
+        return min(count, max(self.total - shift, count - destination.parts + 1, 0))
+
     def misfit(self, key: RoomKey, destination: Destination) -> KvGrpcError | None:
         """Returns what is wrong with the pages of the other pools, each of which must get as many as decode wants.
 
-        With ``Align.TAIL`` more may be sent: decode gets the last ones.
+        With ``Align.TAIL`` more may be sent: decode gets the last ones. Not where several of ours fill one of decode's:
+        which of them the last one is it would not show.
         """
+        if destination.parts > 1 and self.align is ALIGN_TAIL:
+            return failures.counted_from_the_end(key, destination.parts)
         if destination.others is None and not self._others:
             return None
         per_pool = [chunk.others is not None for chunk in self._waiting or ()]
@@ -224,7 +234,7 @@ class Chunks(msgspec.Struct, eq=False, gc=False):
         """Returns what decode wants and the sender will not send any more, because its last chunk was seen."""
         if not self.last_seen:
             return None
-        shift, wanted = self._shift(destination), destination.count
+        shift, wanted = self._shift(destination), self.wanted(destination)
         if shift is None or (shift >= 0 and self._covered.covers(shift, shift + wanted)):
             return None
         page = 0 if shift < 0 else self._covered.first_gap(shift) - shift

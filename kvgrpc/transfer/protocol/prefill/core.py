@@ -408,12 +408,13 @@ class PrefillCore:
             self.ignored_entries += 1  # 5, nothing goes back
         elif not room.ended:
             announced, room.want = room.want is WANT_ANNOUNCE, want
-            if entry.error is not None:
-                self._records.refuse(room, entry.error)
+            error = entry.error or (pair.misfit(entry.destination) if entry.destination is not None else None)
+            if error is not None:
+                self._records.refuse(room, error)
             elif want is WANT_STOP:
                 self._records.fail(room, entry.failure or self._failure(failures.stopped(room.key, pair.ref)))
             elif entry.destination is not None:
-                submissions = room.set_destination(entry.destination, entry.traceparent)
+                submissions = room.set_destination(entry.destination.divided(pair.parts), entry.traceparent)
                 if room.claimed:
                     self._records.end_waiting(room)
                 elif announced:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from kvgrpc.errors import Failure
+from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError
 from kvgrpc.model import RankRef
-from kvgrpc.transfer.protocol.types import RoomKey, SessionState, Timing, Writes
+from kvgrpc.transfer.protocol.types import Destination, RoomKey, SessionState, Timing, Writes
 
 
 class PrefillPair:
     """``stream``: the shell's token of the stream that counts (2, one stream). ``peer``: its memory, as Hello said;
     opaque. ``places``: how many ranks of its engine name each room to us, ``place``: which of them it is.
     ``sends_aux``: we are the rank that sends it the first token and its metadata. ``verify``: it compares checksums.
+    ``parts``: how many of our pages fill one of its own; ``pools``: how many it has.
 
     ``rooms`` it owns; ``answers``: what it keeps hearing of rooms that it cannot have (rule 10, ownership);
     ``unclaimed``: how many of its rooms wait for a local sender; ``forgotten``: how many are kept only for a late one
@@ -27,10 +28,12 @@ class PrefillPair:
         "lost",
         "next_probe_at",
         "number",
+        "parts",
         "peer",
         "pending_rooms",
         "place",
         "places",
+        "pools",
         "probe",
         "ref",
         "rooms",
@@ -47,6 +50,7 @@ class PrefillPair:
         self.peer = peer
         self.sends_aux = True
         self.verify = False
+        self.parts = self.pools = 1
         self.place, self.places = 0, 1
         self.number = 0
         self.stream: object | None = None
@@ -60,6 +64,13 @@ class PrefillPair:
         self.forgotten = 0
         self.unknown_writes = self.next_probe_at = 0
         self.probe: RoomKey | None = None
+
+    def misfit(self, destination: Destination) -> KvGrpcError | None:
+        """Returns what is wrong with the pages that it names: parts of pages are of the first pool alone."""
+        if self.parts == 1 or self.pools == 1 or destination.others is not None:
+            return None
+        rule = f"a set for each of {self.pools} pools: {self.parts} of prefill's pages fill one of the first pool"
+        return InvalidRequest.of("pages", "one set", rule)
 
     def serves_with(self, other: PrefillPair) -> bool:
         """True if both pairs are ranks of one decode replica, which receives the same prompts."""

@@ -143,13 +143,21 @@ class PrefillRoom(Struct, eq=False):
         """In place, a prefix of them."""
         return 0 if self._done is None else self._done.prefix
 
+    @property
+    def pages_wanted(self) -> int:
+        """By decode, as far as is known."""
+        return 0 if self.destination is None else self.chunks.wanted(self.destination)
+
     def entry(self) -> PrefillEntry:
         """Returns what its decode is told."""
         sends_aux = self.owner is not None and self.owner.sends_aux
         aux = self.aux if sends_aux and self.state is STATE_SUCCESS else b""
         checksums = self._page_checksums() if self.checksums and self.state is STATE_SUCCESS else b""
         failure = None if self.failure is None else failures.for_peers(self.failure)
-        return PrefillEntry(self.key, self.state, self.writes, self.pages_done, aux, failure, checksums)
+        done, destination = self.pages_done, self.destination
+        if destination is not None and destination.parts > 1:  # of decode's, the last of which may have room left
+            done = (destination.count if self.state is STATE_SUCCESS else done) // destination.parts
+        return PrefillEntry(self.key, self.state, self.writes, done, aux, failure, checksums)
 
     def join(self, siblings: tuple[PrefillRoom, ...], sender: PrefillRoom) -> None:
         """Joins the records of a sender that owes the room to several decode ranks; takes the chunks given so far."""
@@ -284,7 +292,7 @@ class PrefillRoom(Struct, eq=False):
         destination, owner, chunks = self.destination, self.owner, self.chunks
         if destination is None or owner is None:
             return []
-        error = chunks.missing(self.key, destination) or chunks.misfit(self.key, destination)
+        error = chunks.misfit(self.key, destination) or chunks.missing(self.key, destination)
         if error is not None:
             self.refuse(error)
             return []
@@ -307,7 +315,7 @@ class PrefillRoom(Struct, eq=False):
         destination, chunks, done = self.destination, self._chunks, self._done
         if destination is None or chunks is None or not chunks.last_seen or self.open_writes or chunks.waiting:
             return False
-        return (0 if done is None else done.prefix) >= destination.count
+        return (0 if done is None else done.prefix) >= chunks.wanted(destination)
 
     def _end(self, state: RoomState) -> None:
         """One terminal state; the handle hears it last, when all else is known (rule 6, ending)."""

@@ -111,8 +111,9 @@ def _paired(prefill: Sequence[Pool], decode: Sequence[Pool]) -> Geometry:
         return Geometry([], [])
     try:
         for theirs, ours in zip(prefill, decode, strict=True):
-            first, second = runs(*shared_layers(theirs, ours))
-            if [each.page_bytes for each in first] != [each.page_bytes for each in second]:
+            found = runs(*shared_layers(theirs, ours))
+            sizes = [[each.page_bytes for each in side] for side in (found.source, found.destination)]
+            if sizes[0] != sizes[1] or found.parts > 1:
                 raise ValueError(f"pool {theirs.name!r} has pages of another size")
         return geometry(prefill, decode)
     except ValueError as error:

@@ -192,7 +192,7 @@ def slices_of(shape: Geometry, pages: int) -> Slices | None:
     """
     source, destination = shape.source, shape.destination
     rows = len(source.address)
-    if rows < _FEWEST_SLICES:
+    if rows < _FEWEST_SLICES or not shape.is_even:
         return None
     size, step = int(source.nbytes[0, 0]), int(source.address[1, 0]) - int(source.address[0, 0])
     steps, own_steps = (np.diff(side.address.ravel()) for side in (destination, source))
