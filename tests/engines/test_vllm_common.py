@@ -11,6 +11,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from kvgrpc.engines.vllm.offload import common
 from kvgrpc.engines.vllm.offload.common import AttentionFacts, attention_facts, axes_of, note_request
 from kvgrpc.hashing import each_block_hash, page_hashes, storage_seed
 from kvgrpc.pull.common import PageAxes
@@ -39,6 +40,18 @@ BACKENDS: list[tuple[str, str, Split]] = [
     ("LBHNC", "TRITON_ATTN", split_content),
     ("LBNHC", "TRITON_ATTN", split_content),
 ]
+
+
+@pytest.fixture(autouse=True)
+def by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel for CPUs, of which no build is here, keeps tokens one after the other."""
+    monkeypatch.setattr(common, "cpu_content", lambda _: "head,kv,token,dim")
+
+
+def test_a_kernel_for_cpus_that_packs_keys_has_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert axes("LBHNC", "CPU_ATTN") is not None
+    monkeypatch.setattr(common, "cpu_content", lambda _: "head,kv,vec")
+    assert axes("LBHNC", "CPU_ATTN") is None
 
 
 def block_of(layout: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+BY_TOKENS = "head,kv,token,dim"
 logger = logging.getLogger("vllm." + __name__)
 
 
@@ -29,4 +30,4 @@ def cpu_content(cache: torch.Tensor) -> str:
         logger.info("kvgrpc: where vLLM's CPU attention keeps a token is not known: %s", error)
         return "head,kv,unknown"
     apart = torch.equal(keys[0, :, 1], new[0]) and torch.equal(values[0, :, 1], -new[0])
-    return "head,kv,token,dim" if apart else f"head,kv,{isa}"
+    return BY_TOKENS if apart else f"head,kv,{isa}"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvgrpc.engines.vllm.cpu_order import BY_TOKENS, cpu_content
 from kvgrpc.engines.vllm.rank import attention_backend, layer_numbers
 from kvgrpc.hashing import Tokens, storage_seed
 from kvgrpc.prefetch.pools.shape import DTYPE_BYTES
@@ -24,8 +25,8 @@ _ORDERS = {
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """Of a worker: its only attention backend ("": there are several), and of each layer its heads, elements of a head,
-    tokens of a kernel's block and bytes of an element."""
+    """Of a worker: its only attention backend ("": there are several, or one for CPUs that packs keys), and of each
+    layer its heads, elements of a head, tokens of a kernel's block and bytes of an element."""
 
     backend: str
     layers: tuple[tuple[int, int, int, int], ...]
@@ -37,7 +38,12 @@ def attention_facts(worker: Any) -> AttentionFacts | None:
     found = getattr(getattr(config, "compilation_config", None), "static_forward_context", {}).values()
     layers = [each for each in found if hasattr(each, "attn_backend")]
     sizes = [_layer_facts(each) for each in layers]
-    return AttentionFacts(attention_backend(config), tuple(each for each in sizes if each)) if all(sizes) else None
+    if not all(sizes):
+        return None
+    backend = attention_backend(config)
+    if backend == "CPU_ATTN" and cpu_content(_cache_of(layers[0])) != BY_TOKENS:
+        backend = ""
+    return AttentionFacts(backend, tuple(each for each in sizes if each))
 
 
 def axes_of(spec: Any, config: Any, workers: Sequence[AttentionFacts | None], chunk_bytes: int) -> PageAxes | None:
@@ -70,11 +76,15 @@ def _is_whole(its: Any) -> bool:
 
 
 def _layer_facts(layer: Any) -> tuple[int, int, int, int] | None:
-    cache: Any = getattr(layer, "kv_cache", None)
-    cache = cache[0] if isinstance(cache, (list, tuple)) and cache else cache
+    cache = _cache_of(layer)
     if not hasattr(layer, "num_kv_heads") or not hasattr(cache, "element_size") or cache.dim() != 4:
         return None
     return int(layer.num_kv_heads), int(layer.head_size), int(cache.shape[2]), int(cache.element_size())
+
+
+def _cache_of(layer: Any) -> Any:
+    cache: Any = getattr(layer, "kv_cache", None)
+    return cache[0] if isinstance(cache, (list, tuple)) and cache else cache
 
 
 def note_request(names: NotedNames, request: Any, blocks_of_page: int) -> None:
