@@ -223,6 +223,15 @@ def test_drafts_of_eagle_are_served_where_one_layer_computes_them(
         limits.check_supported(SimpleNamespace(**vars(kv_args()), num_draft_entries=4))
 
 
+def test_a_draft_model_of_its_own_is_refused_also_where_speculation_is_asked_for_by_name(
+    settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(limits.UNTRIED, limits.SPECULATIVE)
+    settings["spec"]["speculative_algorithm"] = "STANDALONE"
+    with pytest.raises(FeatureDisabled, match=r"--speculative-algorithm STANDALONE: .*at the first request; use"):
+        limits.check_supported(SimpleNamespace(**vars(kv_args()), num_draft_entries=2))
+
+
 def test_drafts_without_layers_are_refused_beside_states_alone(settings: dict[str, dict[str, Any]]) -> None:
     settings["spec"]["speculative_algorithm"] = "NGRAM"
     limits.check_supported(kv_args())

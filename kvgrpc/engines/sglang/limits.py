@@ -67,6 +67,12 @@ def check_supported(kv_args: Any) -> None:
             "use --pp-size 1",
         ),
         (
+            algorithm == "STANDALONE",
+            f"--speculative-algorithm {algorithm}",
+            "SGLang's decode has nothing to draft from for what prefill computed, and ends at the first request",
+            "use EAGLE or EAGLE3, or leave it out",
+        ),
+        (
             bool(getattr(kv_args, "num_draft_entries", 0) or (algorithm and states))
             and not drafts_as_run
             and SPECULATIVE not in asked,
