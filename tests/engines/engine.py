@@ -171,13 +171,13 @@ class Engine:
         return moment
 
     def kill_stage(self, stage: int) -> float:
-        """kill -9 of the processes of one pipeline stage, which say so in their titles; the moment of the first."""
-        title = re.compile(rf"PP{stage}(?!\d)")
-        moment = time.monotonic()
-        found = [pid for pid in self.pids() if title.search(_title(pid))]
-        assert found, f"no process of stage {stage}: {[_title(pid) for pid in self.pids()]}"
+        """kill -9 of the processes of one pipeline stage; the moment of the first."""
+        moment, found = time.monotonic(), self._of_stage(stage)
         _signal(found, signal.SIGKILL)
         return moment
+
+    def stop_stage(self, stage: int) -> None:
+        _signal(self._of_stage(stage), signal.SIGSTOP)
 
     def stop(self) -> float:
         moment = time.monotonic()
@@ -215,6 +215,13 @@ class Engine:
                 fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
                 if int(fields[3]) == self._process.pid and fields[0] not in "ZX":
                     found.append(int(pid))
+        return found
+
+    def _of_stage(self, stage: int) -> list[int]:
+        """Processes of a pipeline stage say so in their titles."""
+        title = re.compile(rf"PP{stage}(?!\d)")
+        found = [pid for pid in self.pids() if title.search(_title(pid))]
+        assert found, f"no process of stage {stage}: {[_title(pid) for pid in self.pids()]}"
         return found
 
     def _ask(self, operation: str, **arguments: Any) -> Request:

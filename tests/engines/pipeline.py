@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from tests.engines.engine import Pair
+import re
+
+from tests.engines.engine import Engine, Pair
 from tests.engines.model import Case, Reference
 from tests.engines.stages import Asked, has_met, wait_for
+from tests.support.waiting import wait_until
 
 LENGTHS = (1, 3, 100, 300)
 PEER_LOST_SECONDS = 20.0  # 1 s by the session; the rest is two cores, which the dying engine keeps busy
 
 
 def check(pair: Pair, case: Case) -> None:
-    """Tokens are those of transformers, which needs every layer of each stage."""
-    prefill, decode = pair.submit(case.prompt, len(case.tokens))
+    """Tokens are those of transformers, which needs every layer of each stage: decode is told another prompt."""
+    prefill, decode = pair.submit_unseen(case.prompt, len(case.tokens))
     assert decode.result() == case.tokens
     prefill.result()
 
@@ -20,7 +23,7 @@ def check(pair: Pair, case: Case) -> None:
 def check_at_once(pair: Pair, reference: Reference) -> None:
     """Several requests at once, of which each side gives one up; no page stays behind."""
     cases = [reference.case(120) for _ in range(6)]
-    requests = [pair.submit(case.prompt, 8) for case in cases]
+    requests = [pair.submit_unseen(case.prompt, 8) for case in cases]
     pair.prefill.abort(requests[1][0])
     pair.decode.abort(requests[4][1])
     for case, (prefill, decode) in zip(cases, requests, strict=True):
@@ -49,3 +52,16 @@ def kill_last_stage(pair: Pair, reference: Reference, role: str) -> None:
     pair.restart(role)
     pair.check(reference)
     assert pair.prefill.is_empty() and pair.decode.is_empty(), pair.prefill.log_tail() + pair.decode.log_tail()
+
+
+def check_empty(engine: Engine, stages: int) -> None:
+    """In each stage: the first answers for all, and any that still has a request says instead that it flushes
+    nothing."""
+    told = len(engine.log())
+
+    def emptied() -> bool:
+        assert engine.is_empty(), engine.log_tail()
+        lines = engine.log()[told:]
+        return stages == 1 or all(re.search(rf"PP{stage}\b.*Cache flushed", lines) for stage in range(stages))
+
+    wait_until(emptied)

@@ -131,10 +131,9 @@ def test_pipeline_stages_are_served_where_each_layer_has_a_number(
     settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], says: str
 ) -> None:
     settings["parallel"]["pp_size"] = 2
-    with pytest.raises(FeatureDisabled, match=f"--pp-size 2 at decode: .*, or set {limits.UNTRIED}=pipeline"):
+    for role in ("decode", "prefill"):
+        settings["disagg"]["disaggregation_mode"] = role
         limits.check_supported(kv_args())
-    settings["disagg"]["disaggregation_mode"] = "prefill"
-    limits.check_supported(kv_args())
     monkeypatch.setenv(limits.UNTRIED, limits.SPECULATIVE)
     with pytest.raises(FeatureDisabled, match=f"kvgrpc does not serve {says}"):
         limits.check_supported(SimpleNamespace(**{**vars(kv_args()), **given}))

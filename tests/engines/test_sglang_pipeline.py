@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.engines.engine import Engine, Pair
+from tests.engines.engine import Pair
 from tests.engines.model import STAGED, Reference
-from tests.engines.pipeline import LENGTHS, check, check_at_once, kill_last_stage
+from tests.engines.pipeline import LENGTHS, check, check_at_once, check_empty, kill_last_stage
 from tests.engines.stages import Asked, has_met, wait_for
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 SIZES = (2, 1), (2, 2), (1, 2)
@@ -32,23 +30,9 @@ def sizes(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def pair(folder: Path, staged: Reference, sizes: tuple[int, int]) -> Iterator[Pair]:
-    asked = {"KVGRPC_UNTRIED": "pipeline"} if sizes[1] > 1 else {}
-    pair = Pair(folder, staged.path, environment=asked, prefill={"pp_size": sizes[0]}, decode={"pp_size": sizes[1]})
+    pair = Pair(folder, staged.path, prefill={"pp_size": sizes[0]}, decode={"pp_size": sizes[1]})
     yield pair.wait_ready()
     pair.close()
-
-
-def check_empty(engine: Engine, stages: int) -> None:
-    """In each stage: the first answers for all, and any that still has a request says instead that it flushes
-    nothing."""
-    told = len(engine.log())
-
-    def emptied() -> bool:
-        assert engine.is_empty(), engine.log_tail()
-        lines = engine.log()[told:]
-        return stages == 1 or all(re.search(rf"PP{stage}\b.*Cache flushed", lines) for stage in range(stages))
-
-    wait_until(emptied)
 
 
 @pytest.mark.parametrize("length", LENGTHS, ids=lambda length: f"{length} tokens")

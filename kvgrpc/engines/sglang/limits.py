@@ -14,9 +14,8 @@ from kvgrpc.engines.sglang.plugin import BACKEND
 from kvgrpc.engines.sglang.rank import STATE_A_REQUEST, is_plain_window, kind_of
 from kvgrpc.errors import FeatureDisabled
 
-# Kinds of state to hand over although nobody has seen it work, "dsa,dsa_tail", pipeline stages of decode, and what else
-# was never run.
-UNTRIED, PIPELINE = "KVGRPC_UNTRIED", "pipeline"
+# Kinds of state to hand over although nobody has seen it work, "dsa,dsa_tail", and what else was never run.
+UNTRIED = "KVGRPC_UNTRIED"
 SPECULATIVE, CHECKSUM, OPTIMISTIC, CONTEXT = "speculative", "checksum", "optimistic", "context"
 ALL_SEND = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
 _HOST_THRESHOLD = "disaggregation_decode_host_receive_threshold"
@@ -46,13 +45,6 @@ def check_supported(kv_args: Any) -> None:
             "SGLang admits it with the backend mooncake alone, and with attention for GPUs alone: it was never run, "
             "and a page is all layers' at once",
             "leave it out",
-        ),
-        (
-            parallel.pp_size > 1 and disagg.disaggregation_mode == "decode" and PIPELINE not in asked,
-            f"--pp-size {parallel.pp_size} at decode",
-            "its stages give the pages of a failed hand-off back at different steps, and SGLang admits by the first "
-            "one's: with a full pool the next request waits until its deadline, and its entry stays",
-            f"use --pp-size 1, which takes from all stages of prefill, or set {UNTRIED}={PIPELINE}",
         ),
         (
             parallel.pp_size > 1 and bool(states),
