@@ -116,6 +116,19 @@ class WindowReference(Reference):
         return Cohere2ForCausalLM(Cohere2Config(**{**_sizes(size), **more}, sliding_window=WINDOW, layer_types=kinds))
 
 
+class ChunkReference(Reference):
+    """A Llama 4 without experts: every other layer sees no token before the chunk of ``WINDOW`` that it computes in."""
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        super().__init__(folder, WINDOWED, seed)
+
+    def _make(self, size: Size) -> Any:
+        chunks = {"attention_chunk_size": WINDOW, "no_rope_layers": [1, 0] * (size.layers // 2)}
+        dense = {"interleave_moe_layer_step": 0, "moe_layers": [], "intermediate_size_mlp": 2 * size.hidden}
+        more = {"head_dim": 32, "attn_implementation": "eager"}
+        return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**_sizes(size), **chunks, **dense, **more))
+
+
 class HeadReference(Reference):
     """One layer, and a draft head of that same layer for speculation by ``method``, eagle, eagle3 or mtp (then a MiMo).
     What it says is the model's own next token more often than not, if it has seen the prompt.
