@@ -23,7 +23,12 @@ ROUTES: dict[str, tuple[dict[str, str], list[str]]] = {
     "backend kvgrpc": ({}, []),
     # SGLang's tokenizer workers load no plug-ins: they must know the backend's name.
     "two tokenizer workers": (
-        {"KVGRPC_SGLANG": "mooncake", "TRANSFER_BACKEND": "mooncake"},
+        {
+            "KVGRPC_SGLANG": "mooncake",
+            "TRANSFER_BACKEND": "mooncake",
+            # A worker that answers later than this, 5 s else, is killed: on a busy machine each one, while it imports.
+            "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "120",
+        },
         ["--tokenizer-worker-num", "2"],
     ),
 }
