@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, Region
-from kvgrpc.transfer.layout.heads import runs, shared_layers
+from kvgrpc.transfer.layout.heads import number_of_runs, shared_layers
 from kvgrpc.transfer.layout.topology import Coordinates, Part, Shape, heads_of, mismatch, owed_part, prefill_ranks
 
 MOST_LINES = 8_192
-# Of an engine: of one pool's regions a rank has as many at most, and a page of more tokens nobody has.
+# Of an engine: of one pool's regions a rank has as many at most, and nobody has more heads, or a page of more tokens.
 MOST_LAYERS = 4_096
 MOST_PAGE_TOKENS = 4_096
-# Lines times what each looks at, its layers and the tokens of a page: a second of computing.
+MOST_HEADS = 4_096
+# Lines times what each looks at, its layers, tokens of a page and heads: a second of computing.
 MOST_WORK = 1 << 19
 _POOLS_KEPT = 64
 
@@ -102,16 +103,16 @@ def _check_work(prefill: EngineShape, decode: EngineShape) -> None:
     lines *= max(prefill.layout.tp // decode.layout.tp, 1) * max(prefill.layout.pp // decode.layout.pp, 1)
     if lines > MOST_LINES:
         raise InvalidRequest.of("layout", lines, f"small enough for {MOST_LINES} lines")
-    alike = prefill.axes == decode.axes and prefill.page_tokens == decode.page_tokens
     for engine in (prefill, decode):
         if engine.layers > MOST_LAYERS:
             raise InvalidRequest.of("layers", engine.layers, f"at most {MOST_LAYERS}")
         if engine.page_tokens > MOST_PAGE_TOKENS:
             raise InvalidRequest.of("page_tokens", engine.page_tokens, f"at most {MOST_PAGE_TOKENS}")
-        heads = 1 if alike else max(engine.heads // engine.layout.tp, 1)
-        work = lines * (-(-engine.layers // engine.layout.pp) + engine.page_tokens * heads)
+        if engine.heads > MOST_HEADS:
+            raise InvalidRequest.of("heads", engine.heads, f"at most {MOST_HEADS}")
+        work = lines * (-(-engine.layers // engine.layout.pp) + engine.page_tokens + engine.heads // engine.layout.tp)
         if work > MOST_WORK:
-            rule = f"lines ({lines}) x (layers of a stage + page_tokens x heads of a rank) of at most {MOST_WORK}"
+            rule = f"lines ({lines}) x (layers of a stage + page_tokens + heads of a rank) of at most {MOST_WORK}"
             raise InvalidRequest.of("layout", work, rule)
 
 
@@ -119,7 +120,7 @@ def _descriptors(source: Shape, target: Shape) -> int:
     """Of one page: all layers of a made-up pool are alike, so one of them is looked at."""
     ours, theirs = shared_layers(source.pools[0], target.pools[0])
     one, other = (replace(pool, regions=pool.regions[:1]) for pool in (ours, theirs))
-    return len(runs(one, other).source) * len(ours.regions)
+    return number_of_runs(one, other) * len(ours.regions)
 
 
 def layers_of(layers: int, pp_size: int, pp: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from kvgrpc.model import Pool, Region
-from kvgrpc.transfer.layout.translation import HEAD, KV, TOKEN, Runs, translated, translates
+from kvgrpc.transfer.layout.translation import HEAD, KV, TOKEN, Runs, number_of_pieces, translated, translates
 
 
 def head_rows(pool: Pool) -> int | None:
@@ -55,6 +55,13 @@ def parts_of_page(source: Pool, destination: Pool) -> int | None:
     return theirs // ours if told else None
 
 
+def number_of_runs(source: Pool, destination: Pool) -> int:
+    """Returns how many ``runs`` makes on either side, without making those of another order of axes."""
+    if not _hold_the_same(source, destination) and not sliceable(source, destination):
+        return number_of_pieces(source, destination)
+    return len(runs(source, destination).source)
+
+
 def runs(source: Pool, destination: Pool) -> Runs:
     """The bytes of the heads that both pools hold, on either side: region by region, run by run; where several pages of
     the source fill one of the destination's, of the first of them.
@@ -65,8 +72,7 @@ def runs(source: Pool, destination: Pool) -> Runs:
     parts = parts_of_page(source, destination)
     if parts is None:
         raise ValueError(f"pool {source.name!r}: {source.page_tokens} tokens are no part of {destination.page_tokens}")
-    same_heads = (source.head_start, source.head_count) == (destination.head_start, destination.head_count)
-    same = source.axes == destination.axes and same_heads
+    same = _hold_the_same(source, destination)
     if same and parts == 1:
         return Runs(list(source.regions), list(destination.regions))
     if not same and not sliceable(source, destination):
@@ -81,6 +87,12 @@ def runs(source: Pool, destination: Pool) -> Runs:
     rows = head_rows(source) or 1
     steps = [region.page_bytes // parts for region in destination.regions for _ in range(rows)] if parts > 1 else ()
     return Runs(_slices(source, first, last, rows, 1), _slices(destination, first, last, rows, parts), parts, steps)
+
+
+def _hold_the_same(source: Pool, destination: Pool) -> bool:
+    """True if both have the same heads in the same order."""
+    ours, theirs = ((pool.axes, pool.head_start, pool.head_count) for pool in (source, destination))
+    return ours == theirs
 
 
 def _slices(pool: Pool, first: int, last: int, rows: int, parts: int) -> list[Region]:

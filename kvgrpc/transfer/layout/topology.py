@@ -54,6 +54,8 @@ class Part:
 
 
 NOTHING = Part(0, 0, 0, 0, False)
+# Of prefill's pages in one of decode's: more tokens than any engine has in a page.
+MOST_PARTS = 4_096
 
 
 class Heads(NamedTuple):
@@ -305,7 +307,7 @@ def _parts(index: int, prefill: Pool, decode: Pool) -> int:
     """Returns how many of prefill's pages fill one of decode's; 1 too where they are not to. Of the first pool alone,
     whose positions are the prompt's: a window of another begins anywhere in a page."""
     parts = 1 if index else parts_of_page(prefill, decode) or 1
-    return parts if parts * decode.pages < 2**32 else 1
+    return parts if parts <= MOST_PARTS and parts * decode.pages < 2**32 else 1
 
 
 def _region_differences(where: str, prefill: Pool, decode: Pool, parts: int) -> dict[str, tuple[object, object]]:

@@ -43,28 +43,45 @@ def translates(source: Pool, destination: Pool) -> bool:
     }
 
 
+def number_of_pieces(source: Pool, destination: Pool) -> int:
+    """Returns how many ``translated`` makes, which may be millions."""
+    ours, theirs = _parts(source), _parts(destination)
+    heads = _shared_heads(source, destination)
+    return len(heads) * sum(1 if _is_one_piece(ours[key], theirs[key]) else source.page_tokens for key in ours)
+
+
 def translated(source: Pool, destination: Pool, parts: int = 1) -> Runs:
     """The heads that both pools hold, piece by piece, on either side. Raises ValueError where they do not translate."""
     if not translates(source, destination):
         raise ValueError(f"pool {source.name!r}: axes {source.axes!r} do not translate to {destination.axes!r}")
     ours, theirs = _parts(source), _parts(destination)
-    first = max(source.head_start, destination.head_start)
-    last = min(source.head_start + source.head_count, destination.head_start + destination.head_count)
+    heads = _shared_heads(source, destination)
     sources: list[Region] = []
     destinations: list[Region] = []
     steps: list[int] = []
     for key in sorted(ours):
         one, other = ours[key], theirs[key]
-        for head in range(first, last):
+        for head in heads:
             at = one.offset + (head - source.head_start) * one.head_stride
             to = other.offset + (head - destination.head_start) * other.head_stride
-            together = one.token_stride == other.token_stride == one.dim_bytes
-            count, nbytes = (1, source.page_tokens * one.dim_bytes) if together else (source.page_tokens, one.dim_bytes)
+            count, nbytes = source.page_tokens, one.dim_bytes
+            if _is_one_piece(one, other):
+                count, nbytes = 1, count * nbytes
             for token in range(count):
                 sources.append(_piece(one.region, at + token * one.token_stride, nbytes))
                 destinations.append(_piece(other.region, to + token * other.token_stride, nbytes))
                 steps.append(source.page_tokens * other.token_stride)
     return Runs(sources, destinations, parts, steps if parts > 1 else ())
+
+
+def _shared_heads(source: Pool, destination: Pool) -> range:
+    ours, theirs = (range(pool.head_start, pool.head_start + pool.head_count) for pool in (source, destination))
+    return range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
+
+
+def _is_one_piece(ours: _Part, theirs: _Part) -> bool:
+    """True if the tokens of a head follow each other on both sides."""
+    return ours.token_stride == theirs.token_stride == ours.dim_bytes
 
 
 def _piece(region: Region, offset: int, nbytes: int) -> Region:

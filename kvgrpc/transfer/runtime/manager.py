@@ -447,8 +447,8 @@ class TransferManager(RoomTables[Record]):
             began, ready, moving = handle.began, handle.ready_at, handle.moving_at
         elif handle is not None:
             began = handle.began
-        key, pages = room.key, room.destination
-        count, nbytes = (pages.count, self._bytes_of(pages)) if pages is not None else (0, 0)
+        key, count = room.key, room.page_count
+        nbytes = 0 if room.destination is None else self._bytes_of(count, room.destination)
         peers, traceparent, failure = self._peers(room), room.traceparent, room.failure
         return HandOff(key.room, key.attempt, peers, began, ready, moving, now, count, nbytes, traceparent, failure)
 
@@ -456,11 +456,11 @@ class TransferManager(RoomTables[Record]):
         """A span needs a beginning: of a room for which no engine made a handle, when a peer named it."""
         return hand_off if hand_off.began else hand_off._replace(began=hand_off.ended - self._row(room).age_seconds)
 
-    def _bytes_of(self, pages: Destination) -> int:
-        """Of all of a room's pages, in all pools of this rank."""
+    def _bytes_of(self, count: int, pages: Destination) -> int:
+        """Of all of a room's pages, in all pools of this rank; ``count``: of the first."""
         if pages.others is None:
-            return pages.count * self._page_bytes
-        counts = pages.count, *(other.count for other in pages.others)
+            return count * self._page_bytes
+        counts = count, *(other.count for other in pages.others)
         return sum(count * nbytes for count, nbytes in zip(counts, self._pool_page_bytes, strict=False))
 
     def _look_at_conditions(self) -> None:

@@ -267,7 +267,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             for part in record.siblings
             if part.owner is not None
         )
-        pages = next((each.pages_wanted for each in record.siblings if each.destination is not None), 0)
+        pages = next((each.page_count for each in record.siblings if each.destination is not None), 0)
         age = (self.core.now - record.created_at) * self.config.timing.tick_seconds
         return RoomRow(
             record.key.at(0),

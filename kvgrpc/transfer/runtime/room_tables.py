@@ -50,6 +50,9 @@ class AnyRoom(Protocol):
     def destination(self) -> Destination | None: ...
 
     @property
+    def page_count(self) -> int: ...
+
+    @property
     def traceparent(self) -> str: ...
 
 

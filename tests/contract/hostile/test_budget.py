@@ -53,9 +53,11 @@ REGISTER = "/kvgrpc.v1.RegistryService/Register"
 KEEP_ALIVE = "/kvgrpc.v1.RegistryService/KeepAlive"
 
 
-def shape(tp: int, pp: int = 1, cp: int = 1, *, heads: int, layers: int, page_tokens: int) -> pb.EngineShape:
+def shape(
+    tp: int, pp: int = 1, cp: int = 1, *, heads: int, layers: int, page_tokens: int, axes: str = ""
+) -> pb.EngineShape:
     layout = common_pb2.Layout(dp=1, pp=pp, cp=cp, tp=tp)
-    return pb.EngineShape(layout=layout, heads=heads, layers=layers, page_tokens=page_tokens)
+    return pb.EngineShape(layout=layout, heads=heads, layers=layers, page_tokens=page_tokens, axes=axes)
 
 
 def topology(one: pb.EngineShape, other: pb.EngineShape) -> pb.GetTopologyRequest:
@@ -74,24 +76,33 @@ class TestTopology:
             topology(*(shape(tp, heads=8_192, layers=8, page_tokens=8_192) for tp in (1, 8_192))),
             topology(*(shape(tp, heads=64, layers=2**31, page_tokens=512) for tp in (1, 64))),
             topology(*[shape(256, heads=64, layers=4_096, page_tokens=64)] * 2),
+            topology(*(shape(tp, axes="kv,token,head,dim", heads=2**31, layers=1, page_tokens=512) for tp in (1, 2))),
         ],
-        ids=["lines", "layers", "lines of layers"],
+        ids=["lines", "layers", "lines of layers", "heads"],
     )
     def test_one_that_would_take_minutes_is_refused_before_any_of_it(
         self, stub: TransferServiceStub, request_: pb.GetTopologyRequest
     ) -> None:
-        assert request_.ByteSize() < 64
+        assert request_.ByteSize() < 128
         with turns_of_the_loop() as turns, pytest.raises(grpc.RpcError) as refused:
             stub.GetTopology(request_, timeout=20)
         assert isinstance(error_from(refused.value), InvalidRequest)
         assert turns.longest < LONGEST_TURN_SECONDS
 
+    def test_pieces_are_counted_without_being_made(self, stub: TransferServiceStub) -> None:
+        one, two = (shape(tp, axes="kv,token,head,dim", heads=4_096, layers=1, page_tokens=4_096) for tp in (1, 2))
+        with turns_of_the_loop() as turns:
+            found = stub.GetTopology(topology(one, two), timeout=20)
+        # Of keys and of values: each of half the heads of each token.
+        assert [part.descriptors_per_page for part in found.parts] == [2 * 4_096 * 2_048] * 2
+        assert turns.longest < LONGEST_TURN_SECONDS
+
     def test_the_largest_are_computed_in_pieces_and_rooms_go_on_between(
         self, stub: TransferServiceStub, prefill: RankHost, decode: RankHost
     ) -> None:
-        # 4,096 lines of 64 layers and 64 tokens each.
+        # 4,096 lines of 64 layers, 63 tokens and a head each.
         largest = topology(
-            shape(64, cp=64, heads=64, layers=64, page_tokens=64), shape(64, heads=64, layers=64, page_tokens=64)
+            shape(64, cp=64, heads=64, layers=64, page_tokens=63), shape(64, heads=64, layers=64, page_tokens=63)
         )
         hand_over(prefill, decode)
         with turns_of_the_loop() as turns:

@@ -195,7 +195,7 @@ def test_a_topology_has_a_bound_that_is_told_before_it_is_made(
 ) -> None:
     both = EngineShape(prefill, 8, 4), EngineShape(decode, 8, 4)
     monkeypatch.setattr("kvgrpc.transfer.layout.engines.MOST_LINES", lines)
-    work = lines * (max(-(-4 // layout.pp) for layout in (prefill, decode)) + 16)
+    work = lines * max(-(-4 // layout.pp) + 16 + 8 // layout.tp for layout in (prefill, decode))
     monkeypatch.setattr("kvgrpc.transfer.layout.engines.MOST_WORK", work)
     assert len(topology(*both)) == lines
     monkeypatch.setattr("kvgrpc.transfer.layout.engines.MOST_WORK", work - 1)

@@ -195,7 +195,7 @@ def test_decode_is_told_of_its_own_pages(side: Side) -> None:
     side.send(record, 3, 5, last=True)
     assert side.done() == {23: 103, 24: 104}
     assert side.said()[KEY].pages_done == 3 and handle.poll is KVPoll.Success
-    assert record.pages_wanted == 5
+    assert record.page_count == 5
 
 
 def test_a_page_that_two_writes_fill_is_there_when_both_are(side: Side) -> None:

@@ -204,8 +204,11 @@ class Chunks(msgspec.Struct, eq=False, gc=False):
 
     def wanted(self, destination: Destination) -> int:
         """Returns how many of our pages decode's get, as far as is known: its last of several may have room."""
-        count, shift = destination.count, self._shift(destination)
-        if destination.parts == 1 or self.total is None or shift is None:
+        count = destination.count
+        if destination.parts == 1 or self.total is None:
+            return count
+        shift = self._shift(destination)
+        if shift is None:
             return count
         return min(count, max(self.total - shift, count - destination.parts + 1, 0))
 

@@ -144,9 +144,11 @@ class PrefillRoom(Struct, eq=False):
         return 0 if self._done is None else self._done.prefix
 
     @property
-    def pages_wanted(self) -> int:
-        """By decode, as far as is known."""
-        return 0 if self.destination is None else self.chunks.wanted(self.destination)
+    def page_count(self) -> int:
+        """Of the first pool, in our own pages, as far as is known."""
+        if self.destination is None or self._chunks is None:
+            return 0 if self.destination is None else self.destination.count
+        return self._chunks.wanted(self.destination)
 
     def entry(self) -> PrefillEntry:
         """Returns what its decode is told."""
