@@ -24,7 +24,7 @@ models := _chunked _latent _states _window
 speculation := _speculative
 recurrent := _recurrent
 replicas := _attention_data_parallel _data_parallel
-parallel := _block_sizes _context _pipeline _pipeline_full _tensor_parallel _unequal
+parallel := _context _pipeline _pipeline_full _tensor_parallel _unequal
 tests_of = $(if $($(2)),$(wildcard $($(2):%=tests/engines/test_$(1)%.py)),$(filter-out $(foreach part,$(filter-out handoffs,$(ENGINE_PARTS)),$(call tests_of,$(1),$(part))),$(wildcard tests/engines/test_$(1)*.py)))
 # Releases beside those of the locks, each in an environment of its own, and their tests.
 sglang_versions := 0.5.21 0.5.22

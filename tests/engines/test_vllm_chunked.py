@@ -13,7 +13,6 @@ from tests.engines.stages import rank_address
 from tests.engines.vllm_engine import BLOCK, VllmPair
 
 pytestmark = pytest.mark.timeout(700)
-APART = {"KVGRPC_UNTRIED": "ChunkedLocalAttentionSpec"}
 CHUNKS = [WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 2, 2 * WINDOW - 4, 2 * WINDOW, 2 * WINDOW + 1, 300]
 
 
@@ -24,7 +23,7 @@ def chunked(tmp_path_factory: pytest.TempPathFactory) -> ChunkReference:
 
 @pytest.fixture(scope="module")
 def pair(folder: Path, chunked: ChunkReference) -> Iterator[VllmPair]:
-    pair = VllmPair(folder, chunked.path, environment=APART)
+    pair = VllmPair(folder, chunked.path)
     pair.wait_ready()
     yield pair
     pair.close()

@@ -120,11 +120,6 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
             'speculative decoding by dflash: .*never run; ask for it by name: "untried": "speculative"',
         ),
         (with_speculation("mtp"), cache_config(attention(), state()), "by mtp with layers that keep a state: .*never"),
-        (
-            engine(),
-            cache_config(attention(), attention(ChunkedLocalAttentionSpec, attention_chunk_size=64)),
-            "layers of the kind ChunkedLocalAttentionSpec.*were never run",
-        ),
         (engine(), cache_config(attention(RSWASpec, rswa_window=64)), r"nor a state \(RSWASpec\)"),
         (engine(), cache_config(state()), "all of whose layers keep a state"),
         (engine(), cache_config(attention(), state("MAMBA1"), state()), r"kind MAMBA1.*ask .*\"untried\": \"MAMBA1\""),
@@ -248,7 +243,7 @@ def test_speculation_that_was_never_run_is_served_to_who_asks_for_it_alone() -> 
 
 def test_layers_that_see_the_chunk_of_the_next_token_are_a_pool_as_those_of_a_window_are() -> None:
     caches = cache_config(attention(ChunkedLocalAttentionSpec, attention_chunk_size=2 * BLOCK), attention())
-    check_supported(engine(extra={"untried": "ChunkedLocalAttentionSpec"}), caches)
+    check_supported(engine(), caches)
     _, chunks = groups_of(caches)
     assert (chunks.pool, chunks.moves_on) == ("swa-1", True)
     assert chunks.blocks_of(([0, 0, 23], []), 0, 2 * BLOCK + 3) == (23,)

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 
 KV = "kv"
 # Kinds of layers of which a hand-off with tokens equal was seen. Others are for who asks for them by name.
-_TRIED = frozenset({"GDN_ATTN", "MAMBA2", "SHORT_CONV"})
+_TRIED = frozenset({"GDN_ATTN", "MAMBA2", "SHORT_CONV", "ChunkedLocalAttentionSpec"})
 _WINDOWS = (SlidingWindowSpec, SlidingWindowMLASpec, ChunkedLocalAttentionSpec)
 # Where a request has no block, because none of its next tokens will look there: vLLM's null block.
 _NONE = 0
