@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -190,8 +191,12 @@ class Batch(msgspec.Struct, array_like=True):
 
 
 def events(published: list[tuple[int, bytes]]) -> list[bytes]:
-    """The bytes of all events in their order: which of them share a batch depends on the scheduler's steps."""
-    return [bytes(event) for _, payload in published for event in msgspec.msgpack.decode(payload, type=Batch).events]
+    """The bytes of all events in their order: which of them share a batch depends on the scheduler's steps.
+
+    A clear right after another is left out: the engine is flushed as often as it takes until its pool is free.
+    """
+    found = [bytes(event) for _, payload in published for event in msgspec.msgpack.decode(payload, type=Batch).events]
+    return [event for before, event in pairwise([b"", *found]) if event != before or b"AllBlocksCleared" not in event]
 
 
 def test_an_engines_events_are_those_that_it_publishes_itself(

@@ -36,10 +36,11 @@ SERVED: dict[str, dict[str, Any]] = {
         "disaggregation_decode_host_receive_threshold": 1.0,
         "disaggregation_enable_kv_checksum": False,
         "optimistic_prefill_attempts": 0,
+        "disaggregation_decode_enable_radix_cache": False,
     },
     "serving": {"tokenizer_worker_num": 1},
     "spec": {"speculative_algorithm": None, "enable_multi_layer_eagle": False},
-    "memory": {"enable_unified_memory": False, "enable_hisparse": False},
+    "memory": {"enable_unified_memory": False, "enable_hisparse": False, "enable_hierarchical_cache": False},
 }
 # What is set; what the refusal names, why, and what to do.
 REFUSED = {
@@ -137,6 +138,17 @@ def test_pipeline_stages_are_served_where_each_layer_has_a_number(
     monkeypatch.setenv(limits.UNTRIED, limits.SPECULATIVE)
     with pytest.raises(FeatureDisabled, match=f"kvgrpc does not serve {says}"):
         limits.check_supported(SimpleNamespace(**{**vars(kv_args()), **given}))
+
+
+def test_stages_of_decode_are_not_served_with_a_hierarchical_cache(settings: dict[str, dict[str, Any]]) -> None:
+    settings["disagg"]["disaggregation_decode_enable_radix_cache"] = True
+    settings["memory"]["enable_hierarchical_cache"] = True
+    limits.check_supported(kv_args())
+    settings["parallel"]["pp_size"] = 2
+    with pytest.raises(FeatureDisabled, match=r"2 at decode with --enable-hierarchical-cache: .*; leave"):
+        limits.check_supported(kv_args())
+    settings["disagg"]["disaggregation_mode"] = "prefill"
+    limits.check_supported(kv_args())
 
 
 def test_an_ordinary_engine_is_served(settings: dict[str, dict[str, Any]]) -> None:

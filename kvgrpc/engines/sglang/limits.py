@@ -59,6 +59,15 @@ def check_supported(kv_args: Any) -> None:
             "use --pp-size 1",
         ),
         (
+            parallel.pp_size > 1
+            and disagg.disaggregation_mode == "decode"
+            and has(disagg, "disaggregation_decode_enable_radix_cache")
+            and has(get_memory(), "enable_hierarchical_cache"),
+            f"--pp-size {parallel.pp_size} at decode with --enable-hierarchical-cache",
+            "SGLang's stages load pages from the host each in its own step, and go on with other requests",
+            "leave --disaggregation-decode-enable-radix-cache or --enable-hierarchical-cache out",
+        ),
+        (
             algorithm == "STANDALONE",
             f"--speculative-algorithm {algorithm}",
             "SGLang's decode has nothing to draft from for what prefill computed, and ends at the first request",

@@ -116,14 +116,22 @@ class Scheduler:
 
 
 def go_round(schedulers: list[Scheduler]) -> None:
-    """What the stages agree on goes from the first to the last, and from there to each of them."""
-    agree, end = over(lambda: True), ending(lambda: True)
+    end_round(schedulers, begin_round(schedulers))
+
+
+def begin_round(schedulers: list[Scheduler]) -> Any:
+    """What the stages agree on, from the first to the last."""
     said: Any = None
     for scheduler in schedulers:
         scheduler.received = said
-        said = agree(lambda _: pytest.fail("SGLang's own is not asked"), scheduler)
+        said = over(lambda: True)(lambda _: pytest.fail("SGLang's own is not asked"), scheduler)
+    return said
+
+
+def end_round(schedulers: list[Scheduler], said: Any) -> None:
+    """From the last it goes to each of them; SGLang begins the next round before."""
     for scheduler in schedulers:
-        said = end(Scheduler.process_decode_transfer_queue, scheduler, said)
+        said = ending(lambda: True)(Scheduler.process_decode_transfer_queue, scheduler, said)
 
 
 def admit(schedulers: list[Scheduler]) -> None:
@@ -174,7 +182,7 @@ def test_what_the_round_before_took_is_not_lost_in_the_next() -> None:
     agree, end = over(lambda: True), ending(lambda: True)
     agreed = agree(len, schedulers[0])
     go_round(schedulers)
-    assert end(Scheduler.process_decode_transfer_queue, schedulers[0], agreed) == [[], [], [], []]
+    assert end(Scheduler.process_decode_transfer_queue, schedulers[0], agreed) == [[], [], [], [], []]
 
 
 def test_a_health_request_that_one_stage_gave_up_ends_in_all() -> None:
@@ -226,8 +234,34 @@ def test_what_a_later_stage_never_admitted_ends_in_all(first: KVPoll) -> None:
 
 def test_what_a_later_stage_does_not_know_is_not_lost_there() -> None:
     (scheduler,) = stages(OPEN)
-    scheduler.pp_group.is_first_rank, scheduler.received = False, [["unknown"], [], [], []]
-    assert over(lambda: True)(len, scheduler) == [[], [], [], []]
+    scheduler.pp_group.is_first_rank, scheduler.received = False, [["unknown"], [], [], [], []]
+    assert over(lambda: True)(len, scheduler) == [[], [], [], [], []]
+
+
+def test_a_round_under_way_does_not_end_the_next_request_of_that_name() -> None:
+    schedulers = stages(LOST, OPEN)
+    rounds = [begin_round(schedulers), begin_round(schedulers)]
+    end_round(schedulers, rounds[0])
+    for scheduler in schedulers:
+        scheduler.disagg_decode_prealloc_queue.queue = [Request("one")]
+    end_round(schedulers, rounds[1])
+    assert [len(each.disagg_decode_prealloc_queue.queue) for each in schedulers] == [1, 1]
+
+
+def test_samples_of_a_room_are_held_until_none_of_them_is_under_way() -> None:
+    """SGLang asks of a room once more when it frees: by then another sample may be held in one stage alone."""
+    schedulers = [Scheduler({"one": LOST, "two": OPEN}, is_first=not stage) for stage in range(2)]
+    for scheduler in schedulers:
+        for waiting in scheduler.disagg_decode_transfer_queue.queue:
+            waiting.req.bootstrap_room = 7
+    go_round(schedulers)
+    go_round(schedulers)
+    assert [each.free for each in schedulers] == [0, 0]
+    for scheduler in schedulers:
+        scheduler.disagg_decode_transfer_queue.queue[0].kv_receiver.state = LOST
+    go_round(schedulers)
+    go_round(schedulers)
+    assert [each.free for each in schedulers] == [2, 2]
 
 
 def test_what_waits_to_be_admitted_in_all_stages_is_not_lost() -> None:

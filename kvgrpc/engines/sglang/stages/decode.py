@@ -3,8 +3,9 @@
 SGLang's stages tell each other in a ring of which requests the hand-off is over, and the first stage passes on those
 alone that went well with it: the others keep what failed, and what failed in one alone goes on in the rest. Each
 stage gives the pages of a failed one back by itself, and can then admit what another has no room for. So the ring
-carries four lists here: what every stage has, what any has lost, and of the requests whose pages are held those that a
-stage may free and those that a stage may not. All end the same requests, and free the same pages, in the same step.
+carries five lists here: what every stage has, what any has lost, of the requests whose pages are held those that one
+may free and those that one may not, and what ended before a later stage admitted it. All end the same requests, and
+free the same pages, in the same step.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ def over(is_ours: Callable[[], bool]) -> Callable[..., Any]:
         before = None if scheduler.pp_group.is_first_rank else scheduler._pp_recv_pyobj_from_prev_stage()
         transfers = scheduler.disagg_decode_transfer_queue
         done, lost = scheduler.get_rids(transfers.queue, False, [KVPoll.Success], [KVPoll.Failed])
-        held = [_held(entry) for entry in transfers._deferred_releases]
+        moving = {waiting.req.bootstrap_room for waiting in transfers.queue}
+        held = [_held(entry, moving) for entry in transfers._deferred_releases]
         free, busy = scheduler.get_rids(held, False, [KVPoll.Success], [KVPoll.Transferring])
+        never: list[str] = []
         if before is not None:
             had, gone = set(before[0]), {*before[0], *before[1]} - _rids(transfers)
             done = [rid for rid in done if rid in had]
             # One that is still to be admitted here never will be: the stage before has done so.
-            lost = list({*lost, *before[1], *(gone and gone & _rids(scheduler.disagg_decode_prealloc_queue))})
+            never = list({*before[4], *(gone and gone & _rids(scheduler.disagg_decode_prealloc_queue))})
+            lost = list({*lost, *before[1], *never})
             free, busy = [*free, *before[2]], [*busy, *before[3]]
-        return [done, lost, free, busy]
+        return [done, lost, free, busy, never]
 
     return agreed
 
@@ -45,22 +49,23 @@ def ending(is_ours: Callable[[], bool]) -> Callable[..., Any]:
     def end(original: Callable[[Any, Any], Any], scheduler: Any, agreed: Any) -> Any:
         if agreed is None or not is_ours():
             return original(scheduler, agreed)
-        done, lost, free, busy = agreed
+        done, lost, free, busy, never = agreed
         transfers, ended = scheduler.disagg_decode_transfer_queue, set(lost)
         for waiting in transfers.queue:
             if waiting.req.rid in ended:
                 # SGLang's own receivers of health requests fail by abort, at any time.
                 getattr(waiting.kv_receiver, "give_up", waiting.kv_receiver.abort)()
+        admits = scheduler.disagg_decode_prealloc_queue
+        if never and (waits := set(never) & _rids(admits)):
+            admits.pop_preallocated(pp_good_rids=[], pp_bad_rids=list(waits))
         # A round that is under way names what the one before it took.
-        here, admits = _rids(transfers), scheduler.disagg_decode_prealloc_queue
-        if (never := ended - here) and (never := never & _rids(admits)):
-            admits.pop_preallocated(pp_good_rids=[], pp_bad_rids=list(never))
+        here = _rids(transfers)
         freed, held = set(free) - set(busy), transfers._deferred_releases
         transfers._deferred_releases = [entry for entry in held if entry[0].req.rid in freed]
         taken = original(scheduler, [*done, *lost])
         transfers._deferred_releases[:0] = [entry for entry in held if entry[0].req.rid not in freed]
         left = {*taken, *_rids(transfers)}
-        return [taken, [*lost, *(rid for rid in done if rid in here - left)], free, busy]
+        return [taken, [*lost, *(rid for rid in done if rid in here - left)], free, busy, never]
 
     return end
 
@@ -69,12 +74,16 @@ def _rids(queue: Any) -> set[str]:
     return {each.req.rid for each in queue.queue}
 
 
-def _held(entry: tuple[Any, ...]) -> Any:
-    """A failed request whose pages SGLang holds, as the ranks of a stage ask each other of those that wait."""
+def _held(entry: tuple[Any, ...], moving: set[int]) -> Any:
+    """A failed request whose pages SGLang holds, as the ranks of a stage ask each other of those that wait.
+
+    SGLang asks by room, so another sample of it in ``moving`` may be held, and asked for too, before these are free.
+    """
     request, *_, deadline, _, acks = entry  # 0.5.21 has no time of its begin
 
     def poll() -> KVPoll:
-        safe = request.kv_receiver.kv_mgr.is_abort_release_safe(request.req.bootstrap_room, acks)
+        room = request.req.bootstrap_room
+        safe = room not in moving and request.kv_receiver.kv_mgr.is_abort_release_safe(room, acks)
         return KVPoll.Success if safe or time.monotonic() >= deadline else KVPoll.Transferring
 
     return SimpleNamespace(req=request.req, kv_receiver=SimpleNamespace(poll=poll))
