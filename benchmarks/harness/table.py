@@ -20,17 +20,21 @@ LEAST_FOR_A_PLOT = 3
 class Target:
     """What a row must reach: a ratio to the baseline, a value in the row's unit, or both.
 
-    ``of_limit``: this share of its limit's ratio is enough too, where that is less than ``ratio``.
+    ``of_limit``: this share of its limit's ratio is enough too, where that is less than ``ratio``. ``below``: the value
+    may be less than the baseline's by that much, where higher is better.
     """
 
     ratio: float | None = None
     value: float | None = None
     of_limit: float | None = None
+    below: float | None = None
 
     def describe(self, unit: str, better: Better) -> str:
         said = []
         if self.ratio is not None:
             said.append(f">= {self.ratio:g}x" + (f" or {self.of_limit:g} of limit" if self.of_limit else ""))
+        if self.below is not None:
+            said.append(f">= baseline - {self.below:g} {unit}")
         if self.value is not None:
             said.append(f"{'>=' if better == 'higher' else '<='} {self.value:g} {unit}")
         return ", ".join(said)
@@ -66,6 +70,8 @@ class Row:
     def met(self) -> bool | None:
         """None where there is no target."""
         target, metric = self.metric.target, self.metric
+        if target.below is not None:
+            return self.value >= self.baseline_value - target.below
         if target.ratio is None and target.value is None:
             return None
         least = target.ratio or 0.0

@@ -211,6 +211,13 @@ def test_a_share_of_the_limit_is_enough_where_a_target_says_so() -> None:
     assert ours.target.describe("ms", "lower") == ">= 0.7x or 0.95 of limit"
 
 
+@pytest.mark.parametrize(("value", "met"), [(69.0, True), (68.9, False)])
+def test_a_target_may_be_a_distance_to_the_baseline(value: float, met: bool) -> None:
+    keeps = Metric("engine.decode_keeps", "%", "higher", "SGLang", Target(below=1))
+    assert Row(keeps, value, 70.0, 0.98, 3, 0.1).met is met
+    assert keeps.target.describe("%", "higher") == ">= baseline - 1 %"
+
+
 def test_a_run_beside_another_baseline_says_nothing_of_claims_beside_the_first() -> None:
     row = Row(Metric("handoff.busy_engine", "ms", "lower", "SGLang"), 9.0, 1.0, 0.1, 3, 0.1)
     assert [claim.row for claim, _ in unsupported([row])] == ["handoff.busy_engine"]
