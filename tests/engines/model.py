@@ -31,6 +31,7 @@ TINY = Size(layers=2, hidden=64, heads=4, kv_heads=2)  # 2 KiB of KV cache a tok
 STAGED = Size(layers=5, hidden=64, heads=4, kv_heads=2)  # two pipeline stages have other numbers of them
 WINDOWED = Size(layers=4, hidden=64, heads=4, kv_heads=2)
 SINGLE = Size(layers=1, hidden=64, heads=2, kv_heads=2)
+CARRIED = slice(56, 64)  # of SINGLE's hidden states: which eighth of the vocabulary the next token is of
 WINDOW = 64
 # With the first request of models of latents, or with windows, torch compiles their norms.
 COMPILING_SECONDS = 300.0
@@ -153,7 +154,7 @@ class HeadReference(Reference):
             # What the head is given of one of the model's layers alone, SGLang does not put through ``fc``.
             self._add_layers_that_add_nothing(2)
             config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
-            weights["fc.weight"] = torch.zeros(SINGLE.hidden, 2 * SINGLE.hidden)
+            weights["fc.weight"] = torch.cat([torch.zeros_like(weights["fc.weight"]), weights["fc.weight"]], dim=1)
             weights["lm_head.weight"] = self._model.lm_head.weight.detach().clone()
             config.update(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=VOCABULARY)
         save_file(weights, self.head / "head.safetensors")
@@ -172,7 +173,7 @@ class HeadReference(Reference):
 
     def _make(self, size: Size) -> Any:
         kind = transformers.Qwen2ForCausalLM if self._method == "mtp" else LlamaForCausalLM
-        model = kind(kind.config_class(rms_norm_eps=1e-5, **_sizes(size)))
+        model = kind(kind.config_class(rms_norm_eps=1e-8, **_sizes(size)))
         with torch.no_grad():
             table = model.model.embed_tokens.weight
             table /= table.square().mean(1, keepdim=True).sqrt()  # EAGLE's layer does not norm what it gets
@@ -205,6 +206,48 @@ class HeadReference(Reference):
         self.head.mkdir(exist_ok=True)
         save_file(weights, self.head / "head.safetensors")
         (self.head / "config.json").write_text(json.dumps(config))
+
+
+class CarriedHeadReference(HeadReference):
+    """The same, by eagle or eagle3, but that the head has half of what it needs from hidden states alone.
+
+    The model's second head of attention finds the same tokens of all that it has seen, whatever the last one is, and
+    writes to ``CARRIED``, where nothing else writes. The draft head has no such head: it takes over what stood there.
+    """
+
+    _RMS = 32.0  # of the hidden states before their last norm, which eagle's head does without
+
+    def _make(self, size: Size) -> Any:
+        model = super()._make(size)
+        table, layer, head = model.model.embed_tokens.weight, model.model.layers[0], model.lm_head.weight
+        query, out, down = layer.self_attn.q_proj.weight, layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight
+        second = slice(len(query) // 2, None)
+        with torch.no_grad():
+            table[:, CARRIED] = table[:, 0] = 0
+            table /= table.square().mean(1, keepdim=True).sqrt()
+            table[:, 0] = 1  # the same of all tokens is all that the second head asks by,
+            query[second, 1:] = 0
+            query[second].view(2, -1, size.hidden)[:, :8] = 0  # and that RoPE turns slowly
+            query[second] *= 6
+            out[CARRIED, : second.start] = out[: CARRIED.start, second] = down[CARRIED] = 0
+            for weight in (table, out, down):
+                weight /= self._RMS
+            head[:, CARRIED] = 30 * torch.eye(8).repeat(VOCABULARY // 8, 1)
+        return model
+
+    def _save_head(self) -> None:
+        super()._save_head()
+        weights = load_file(self.head / "head.safetensors")
+        for name, weight in weights.items():
+            if name.endswith("o_proj.weight"):
+                weight[:, weight.shape[1] // 2 :] = 0
+            elif self._method == "eagle" and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+                weight *= self._RMS
+                weight[:, CARRIED] = 0
+        carried = torch.zeros(SINGLE.hidden, SINGLE.hidden)
+        carried[CARRIED, CARRIED] = torch.eye(8)
+        weights["fc.weight"][:, -SINGLE.hidden :] = carried
+        save_file(weights, self.head / "head.safetensors")
 
 
 class ExpertReference(Reference):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.engine import PAGE, Engine, Pair, engine_arguments
-from tests.engines.model import HeadReference
+from tests.engines.model import CarriedHeadReference
 
 pytestmark = pytest.mark.timeout(600)
 ON_CPU = {"SGLANG_ON_CPU_PLUGIN": "tests.engines.speculative_on_cpu:register"}
@@ -24,12 +24,14 @@ def algorithm(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(algorithm: str, folder: Path) -> HeadReference:
-    return HeadReference(folder / algorithm, algorithm.lower()).for_sglang()
+def model(algorithm: str, folder: Path) -> CarriedHeadReference:
+    model = CarriedHeadReference(folder / algorithm, algorithm.lower())
+    model.for_sglang()
+    return model
 
 
 @pytest.fixture(scope="module")
-def own(algorithm: str, model: HeadReference) -> dict[str, object]:
+def own(algorithm: str, model: CarriedHeadReference) -> dict[str, object]:
     return {
         "speculative_algorithm": algorithm,
         "speculative_draft_model_path": str(model.head),
@@ -40,7 +42,7 @@ def own(algorithm: str, model: HeadReference) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def pair(folder: Path, model: HeadReference, own: dict[str, object]) -> Iterator[Pair]:
+def pair(folder: Path, model: CarriedHeadReference, own: dict[str, object]) -> Iterator[Pair]:
     held = {"disaggregation_decode_enable_radix_cache": True}
     pair = Pair(folder, model.path, environment=ON_CPU, prefill=own, decode={**own, **held})
     pair.wait_ready()
@@ -49,7 +51,7 @@ def pair(folder: Path, model: HeadReference, own: dict[str, object]) -> Iterator
 
 
 @pytest.fixture(scope="module")
-def single(folder: Path, model: HeadReference, own: dict[str, object], pair: Pair) -> Iterator[Engine]:
+def single(folder: Path, model: CarriedHeadReference, own: dict[str, object], pair: Pair) -> Iterator[Engine]:
     """One engine that does it all."""
     engine = Engine("null", folder, {**engine_arguments(model.path, 1), **own}, ON_CPU)
     engine.wait_ready()
@@ -58,7 +60,7 @@ def single(folder: Path, model: HeadReference, own: dict[str, object], pair: Pai
 
 
 @pytest.mark.parametrize("length", [3, PAGE, PAGE + 1, 100, 300], ids=lambda length: f"{length} tokens")
-def test_tokens_are_those_of_transformers(pair: Pair, single: Engine, model: HeadReference, length: int) -> None:
+def test_tokens_are_those_of_transformers(pair: Pair, single: Engine, model: CarriedHeadReference, length: int) -> None:
     """And as many tokens of drafts are right as in one engine: the draft has seen the prompt, all of it."""
     case, room = model.case(length, new_tokens=TOKENS), pair.room()
     told = [*model.case(length, new_tokens=1).prompt[:-1], case.prompt[-1]]
@@ -73,7 +75,25 @@ def test_tokens_are_those_of_transformers(pair: Pair, single: Engine, model: Hea
     assert decode.accepted >= TOKENS // 4 or length <= PAGE
 
 
-def test_what_decode_holds_of_the_prompt_is_not_handed_over(pair: Pair, single: Engine, model: HeadReference) -> None:
+@pytest.mark.parametrize("length", [3, PAGE + 1, 100], ids=lambda length: f"{length} tokens")
+def test_the_first_drafts_are_as_right_as_in_one_engine(
+    pair: Pair, single: Engine, model: CarriedHeadReference, length: int
+) -> None:
+    """All but the first of them are made of the hidden states that prefill hands over."""
+    for _ in range(100):
+        case = model.case(length, new_tokens=2)  # with the second one drafts are tried once
+        alone = single.generate(case.prompt, 2)
+        assert alone.result() == case.tokens
+        if alone.accepted > 1:
+            break
+    decode = pair.submit(case.prompt, 2)[1]
+    assert decode.result() == case.tokens
+    assert decode.accepted == alone.accepted > 1
+
+
+def test_what_decode_holds_of_the_prompt_is_not_handed_over(
+    pair: Pair, single: Engine, model: CarriedHeadReference
+) -> None:
     """SGLang looks for pages of a prompt with drafts by pairs of tokens."""
     held = model.case(6 * PAGE, new_tokens=TOKENS)
     pair.submit(held.prompt, TOKENS)[1].result()
@@ -85,5 +105,5 @@ def test_what_decode_holds_of_the_prompt_is_not_handed_over(pair: Pair, single: 
     assert decode.cached >= 5 * PAGE and decode.accepted == alone.accepted
 
 
-def test_requests_at_once_leave_no_page_behind(pair: Pair, model: HeadReference) -> None:
+def test_requests_at_once_leave_no_page_behind(pair: Pair, model: CarriedHeadReference) -> None:
     pair.check_at_once([model.case(60 + length, new_tokens=TOKENS) for length in range(6)])
