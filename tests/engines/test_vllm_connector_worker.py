@@ -29,12 +29,12 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvgrpc.engines.vllm.bootstrap import Bootstrap
-from kvgrpc.engines.vllm.cpu_order import cpu_content
 from kvgrpc.engines.vllm.groups import groups_of
 from kvgrpc.engines.vllm.limits import check_supported
 from kvgrpc.engines.vllm.rank import (
     WorkerProcess,
     bootstrap_address,
+    cpu_content,
     layer_numbers,
     model_of,
     pools_of,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
+import uuid
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +14,6 @@ import torch
 
 from kvgrpc.engines.addresses import bracketed, engine_name, loopback_for
 from kvgrpc.engines.identity import MODEL_NAME, dtype_name, identity
-from kvgrpc.engines.vllm.cpu_order import cpu_content
 from kvgrpc.engines.vllm.groups import Group, groups_of, spec_of_layer, specs_of
 from kvgrpc.engines.vllm.limits import UNTRIED
 from kvgrpc.engines.vllm_plugin import LISTEN
@@ -21,6 +23,7 @@ from kvgrpc.model import Layout, ModelIdentity, Pool, PoolKind, Region, Role
 from kvgrpc.net import split
 from kvgrpc.server import RankConfig, settings
 
+logger = logging.getLogger("vllm." + __name__)
 BOOTSTRAP_PORT, EVENTS_LISTEN, NAME_OF_MODEL = "bootstrap_port", "events_listen", "model_name"
 _ROLES = {
     "kv_producer": (Role.PREFILL,),
@@ -32,6 +35,7 @@ _CONTENT = {
     "FLASH_ATTN": "head,token,kv,dim",
     "TRITON_ATTN": "head,token,kv,dim",
 }
+BY_TOKENS = "head,kv,token,dim"
 # A part of a layer's name.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -214,6 +218,32 @@ def _axes(layout: str, config: Any, cache: torch.Tensor, blocks: int) -> str:
         return layout
     backend = attention_backend(config)
     return cpu_content(cache) if backend == "CPU_ATTN" else _CONTENT.get(backend, "head,token,dim")
+
+
+def cpu_content(cache: torch.Tensor) -> str:
+    """Our words for the order of a block (heads, tokens, content) of a layer's ``cache``: keys of all tokens, then
+    values, where each token has its own bytes; else the kernel's name and a checksum of a block as it packs it, which
+    others have to have too. An order that is not known is nobody else's.
+
+    A block is written where nobody looks, because vLLM's build of C++ decides it. Raises nothing.
+    """
+    try:
+        from vllm import _custom_ops as kernels
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        tokens, size = cache.shape[2], cache.shape[3] // 2
+        isa = str(_get_attn_isa(cache.dtype, tokens, size))
+        block = torch.zeros((1, 1, 2 * tokens, size), dtype=cache.dtype)
+        keys, values = block.chunk(2, dim=2)
+        # A prime, which no power of two repeats, and small enough for each dtype.
+        new = (torch.arange(tokens * size) % 251 + 1).to(cache.dtype).reshape(tokens, 1, size)
+        kernels.cpu_attn_reshape_and_cache(new, -new, keys, values, torch.arange(tokens), isa)
+    except Exception as error:
+        logger.info("kvgrpc: where vLLM's CPU attention keeps a token is not known: %s", error)
+        return f"head,kv,unknown-{uuid.uuid4().hex}"
+    if torch.equal(keys[0, 0], new[:, 0]) and torch.equal(values[0, 0], -new[:, 0]):
+        return BY_TOKENS
+    return f"head,kv,{isa}-{zlib.crc32(block.view(torch.uint8).numpy().tobytes()):08x}"
 
 
 def attention_backend(config: Any) -> str:

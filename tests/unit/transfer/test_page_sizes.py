@@ -23,6 +23,7 @@ from kvgrpc.transfer.protocol.prefill.chunks import Chunk, Chunks
 from kvgrpc.transfer.protocol.types import Align, DecodeEntry, Destination, Handle, KVPoll, RoomKey, Want
 from kvgrpc.transfer.runtime.writing.gather import slices_of
 from tests.support.prefill_side import D0, KEY, Side, reason
+from tests.unit.transfer.axes import tokens_of
 
 LAYERS, PAGES, HEADS, DIM, UNTOUCHED = 2, 24, 4, 2, -1
 ORDERS = [
@@ -58,12 +59,7 @@ class Memory:
 
     def view(self, layer: int, part: int) -> npt.NDArray[np.int32]:
         """(page, token, head, dim), of this very memory."""
-        if "kv" in self.axes:
-            whole = np.moveaxis(self.arrays[layer, "kv"], 1 + self.axes.index("kv"), 0)[part]
-            rest = [axis for axis in self.axes if axis != "kv"]
-        else:
-            whole, rest = self.arrays[layer, "kv"[part]], self.axes
-        return np.transpose(whole, [0, *(1 + rest.index(axis) for axis in ("token", "head", "dim"))])
+        return tokens_of(self.arrays, self.axes, layer, part)
 
     def numbers(self) -> list[npt.NDArray[np.int32]]:
         return [memory.copy() for memory in self.whole.values()]

@@ -18,6 +18,7 @@ from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, RankId
 from kvgrpc.transfer.layout.plan import Plan, geometry
 from kvgrpc.transfer.layout.topology import Shape, owed_part
 from kvgrpc.transfer.layout.translation import translated, translates
+from tests.unit.transfer.axes import tokens_of
 
 LAYERS, PAGES, TOKENS, HEADS, DIM = 2, 4, 3, 4, 2
 APART = [",".join((*order, "dim")) for order in itertools.permutations(("token", "head"))]
@@ -49,12 +50,7 @@ class Memory:
 
     def view(self, layer: int, part: int) -> npt.NDArray[np.int32]:
         """(page, token, head, dim), of this very memory."""
-        if "kv" in self.axes:
-            whole = np.moveaxis(self.arrays[layer, "kv"], 1 + self.axes.index("kv"), 0)[part]
-            rest = [axis for axis in self.axes if axis != "kv"]
-        else:
-            whole, rest = self.arrays[layer, "kv"[part]], self.axes
-        return np.transpose(whole, [0, *(1 + rest.index(axis) for axis in ("token", "head", "dim"))])
+        return tokens_of(self.arrays, self.axes, layer, part)
 
 
 def copy(pieces: Plan) -> None:

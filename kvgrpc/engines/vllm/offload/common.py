@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvgrpc.engines.vllm.cpu_order import BY_TOKENS, cpu_content
-from kvgrpc.engines.vllm.rank import attention_backend, layer_numbers
+from kvgrpc.engines.vllm.rank import BY_TOKENS, attention_backend, cpu_content, layer_numbers
 from kvgrpc.hashing import Tokens, storage_seed
 from kvgrpc.prefetch.pools.shape import DTYPE_BYTES
 from kvgrpc.pull.common import DTYPES, PageAxes
