@@ -57,7 +57,7 @@ def test_three_thousand_worlds_end_without_a_violation() -> None:
 def test_without_a_rule_of_pulls_the_simulation_says_so(rule: str) -> None:
     rules, expected = OFF[rule]
     said: set[str] = set()
-    for seed in range(30):
+    for seed in range(200):
         said.update(what for _, what, _ in PullWorld(seed, rules).run().violations)
         if any(expected in what for what in said):
             return

@@ -35,7 +35,9 @@ class PendingRooms(Generic[P]):
 
     def __init__(self) -> None:
         self._now: dict[P, None] = {}
+        # Since this tick, and since the one before.
         self._later: dict[P, None] = {}
+        self._late: dict[P, None] = {}
 
     def add(self, pair: P, key: RoomKey) -> None:
         """The peer is to be told of this room now."""
@@ -43,7 +45,8 @@ class PendingRooms(Generic[P]):
         self._now[pair] = None
 
     def add_later(self, pair: P, key: RoomKey) -> None:
-        """The peer is to be told of this room with whatever is said next, at the latest with the next tick."""
+        """The peer is to be told of this room with whatever is said next, at the latest with the second tick: of peers
+        that are told something in each no tick says anything, which would be a frame of its own."""
         pair.pending_rooms[key] = None
         if len(pair.pending_rooms) < _LATER_AT_MOST:
             self._later[pair] = None
@@ -57,15 +60,18 @@ class PendingRooms(Generic[P]):
         self._now[pair] = None
 
     def tick(self) -> None:
-        if self._later:
-            self._now.update(self._later)
-            self._later.clear()
+        if self._late:
+            self._now.update(self._late)
+        self._late, self._later = self._later, {}
 
     def take_pairs(self) -> list[P]:
         """The pairs that have something to say and a stream that is up; other pairs say all of it once welcomed."""
         if not self._now:
             return []
         pairs, self._now = self._now, {}
+        for pair in pairs:
+            self._later.pop(pair, None)
+            self._late.pop(pair, None)
         return [pair for pair in pairs if pair.up]
 
 

@@ -158,7 +158,7 @@ class TestBounds:
         _, stream = side.writing()
         for number in range(11, 20):
             side.hear(stream, RoomState.FAILED, Writes.STOPPED, RoomKey(number))
-        side.ticks(1, stream)
+        side.ticks(2, stream)
         assert [entry.key.room for entry in side.said()] == [11, 12, 13]
 
 

@@ -31,7 +31,7 @@ class TestChecksums:
         room, _ = self.comparing(side)
         side.core.on_compared(room, None)
         assert room.handle.poll is KVPoll.Success and side.aux == [b"token"]
-        side.ticks(1)
+        side.ticks(2)
         assert [entry.want for entry in side.said()] == [Want.FORGET]
 
     def test_a_page_that_differs_fails_the_room_and_the_pages_come_back_at_once(self, side: Side) -> None:

@@ -76,7 +76,7 @@ class TestBreaksAndLoss:
         assert [entry.want for entry in side.said()] == [Want.STOP]
         side.hear(again, RoomState.FAILED, Writes.SETTLED)
         assert room.handle.release_safe
-        side.ticks(1)
+        side.ticks(2)
         assert [entry.want for entry in side.said()] == [Want.FORGET] and not side.core.rooms
 
     def test_a_lost_pair_is_dialled_ever_more_seldom_while_pages_are_held(self, side: Side) -> None:
@@ -398,7 +398,7 @@ class TestProofOfDeath:
         side.core.write(room, Destination(np.arange(2, dtype=np.uint32)))
         side.said()
         side.hear(new, RoomState.SUCCESS, Writes.SETTLED)
-        side.ticks(1, new)
+        side.ticks(2, new)
         side.said()
         assert room.handle.poll is KVPoll.Success and not side.core.rooms
         side.ticks(TIMING.idle_timeout + TIMING.welcome_within + 2, new)

@@ -197,7 +197,7 @@ class TestRefusals:
         (again,) = side.welcome()
         assert {each.key: each.want for each in side.said()} == {KEY: Want.WRITE, refused.key: Want.STOP}
         side.hear(again, RoomState.FAILED, Writes.STOPPED, refused.key)
-        side.ticks(1, again)
+        side.ticks(2, again)
         assert [(each.key, each.want) for each in side.said()] == [(refused.key, Want.FORGET)]
         assert not stream.pair.refusals and list(side.core.rooms) == [KEY]
 
@@ -237,7 +237,7 @@ class TestNews:
     def test_a_room_it_does_not_know_is_answered_forget(self, side: Side) -> None:
         _, stream = side.writing()
         side.hear(stream, RoomState.FAILED, Writes.STOPPED, key=RoomKey(99))
-        side.ticks(1, stream)
+        side.ticks(2, stream)
         assert side.said() == [DecodeEntry(RoomKey(99), Want.FORGET)]
 
     def test_frames_of_an_older_stream_and_before_welcome_are_not_applied(self, side: Side) -> None:
@@ -298,7 +298,7 @@ def test_nothing_is_left_of_rooms_that_are_over(side: Side) -> None:
         side.core.write(room, Destination(np.arange(2, dtype=np.uint32)))
         side.said()
         side.hear(stream, RoomState.SUCCESS, Writes.SETTLED, key)
-        side.ticks(1, stream)
+        side.ticks(2, stream)
         side.said()
     pair: DecodePair = stream.pair  # type: ignore[union-attr]
     assert not side.core.rooms and not pair.rooms and not pair.pending_rooms

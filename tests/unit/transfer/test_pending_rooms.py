@@ -22,7 +22,7 @@ def test_a_piece_is_taken_from_the_front_and_the_rest_stays() -> None:
     assert take_keys(pair, 3) == [] and not pair.pending_rooms
 
 
-def test_what_nobody_waits_for_rides_with_other_news_or_goes_with_the_tick() -> None:
+def test_what_nobody_waits_for_rides_with_other_news_or_goes_with_the_second_tick() -> None:
     pending, pair = PendingRooms[Pair](), Pair()
     pending.add_later(pair, RoomKey(1))
     assert pending.take_pairs() == []
@@ -30,9 +30,22 @@ def test_what_nobody_waits_for_rides_with_other_news_or_goes_with_the_tick() -> 
     assert pending.take_pairs() == [pair] and list(pair.pending_rooms) == [RoomKey(1), RoomKey(2)]
     pending.add_later(pair, RoomKey(3))
     pending.tick()
+    assert pending.take_pairs() == []
+    pending.tick()
     assert pending.take_pairs() == [pair] and pending.take_pairs() == []
     pending.tick()
+    pending.tick()
     assert pending.take_pairs() == [], "it was told already"
+
+
+def test_a_pair_that_is_told_news_in_each_tick_is_sent_nothing_by_the_ticks() -> None:
+    pending, pair = PendingRooms[Pair](), Pair()
+    for room in range(1, 20, 2):
+        pending.add(pair, RoomKey(room))
+        assert pending.take_pairs() == [pair]
+        pending.add_later(pair, RoomKey(room + 1))
+        pending.tick()
+        assert pending.take_pairs() == []
 
 
 def test_what_nobody_waits_for_goes_at_once_where_it_has_become_much() -> None:
