@@ -43,7 +43,9 @@ def register() -> None:
 
 
 def _put_arguments_in_order() -> None:
-    """vLLM 0.32.0 calls what CPUs have for a Triton kernel by position, in its order: slots, size of blocks."""
+    """What CPUs have for a Triton kernel takes the size of blocks before the slots in vLLM 0.31.0 and 0.32.0; the
+    latter calls it by position, in the kernel's order: slots first."""
+    import torch
     from vllm.utils import cpu_triton_utils
 
     name = "_compute_slot_mapping_kernel_impl"
@@ -52,6 +54,7 @@ def _put_arguments_in_order() -> None:
         return
 
     def compute_slot_mapping(*launched: Any) -> None:
-        kernel(*launched[:6], launched[7], launched[6])
+        size, slots = sorted(launched[6:8], key=lambda each: isinstance(each, torch.Tensor))
+        kernel(*launched[:6], size, slots)
 
     setattr(cpu_triton_utils, name, compute_slot_mapping)
