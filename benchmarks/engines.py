@@ -3,8 +3,8 @@
 ``python -m benchmarks.engines [--only engine.sglang.ttft] [--rounds N] [--json PATH]``, in an environment of
 tests/engines, whose engines these are: SGLang's or vLLM's. Both pairs take turns. Schedulers poll without a pause, so
 the pair whose turn it is not is stopped (SIGSTOP), and the first requests after that do not count. One pair of engines
-is a tenth faster or slower than the next of the same kind, for as long as it lives: rows of a latency start them
-several times.
+is a tenth faster or slower than the next of the same kind, for as long as it lives: rows of a latency, and decode's,
+start them several times.
 """
 
 from __future__ import annotations
@@ -383,6 +383,7 @@ def all_benchmarks(starts: int) -> list[Benchmark]:
             BusyDecode,
             Metric(DECODE_KEEPS, "%", "higher", IN_TREE, Target(below=1)),
             Metric(f"{DECODE_KEEPS}.cpu", "ms", "lower", IN_TREE),
+            starts=starts,
         ),
         row(
             Faults,
@@ -412,7 +413,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.engines", description=__doc__.splitlines()[0])
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="PREFIX,…")
     parser.add_argument("--rounds", type=int, default=3, help="of each start")
-    parser.add_argument("--starts", type=int, default=STARTS, help="of the pairs, for rows of a latency")
+    parser.add_argument("--starts", type=int, default=STARTS, help="of the pairs, for rows of a latency and decode's")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()

@@ -45,6 +45,8 @@ COMMANDS = {
 }
 # Right in every environment, with no need to look further.
 OF_A_CONNECTION = ("token", "token_file", "ca_file", "cert_file", "key_file", "insecure")
+# What other programs call the server that is asked.
+_OTHER_NAMES_OF_SERVER = ("--registry", "--address", "--addr", "--host", "--target", "--endpoint")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(INTERRUPTED)
     except click.ClickException as error:
         error.show()
+        if isinstance(error, click.NoSuchOption) and error.option_name in _OTHER_NAMES_OF_SERVER:
+            click.echo("The server that is asked is named by --server.", err=True)
         sys.exit(error.exit_code)
     except ToldWith as told:
         sys.exit(explain(told.error, told.next_step))

@@ -39,6 +39,12 @@ def test_a_file_that_is_too_long_is_not_cut_in_silence(
     assert code == 2 and "more than 7 characters" in said
 
 
+@pytest.mark.parametrize("name", ["--registry", "--address"])
+def test_who_calls_the_server_otherwise_is_told_its_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = ended_with(["engines", name, "127.0.0.1:1"], capsys)
+    assert code == 2 and name in said and "--server" in said
+
+
 @pytest.mark.parametrize("size", ["²", "0", "-1", "x"])
 def test_a_size_that_is_none_is_wrong_usage(size: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = ended_with(["topology", "--prefill", f"tp={size}", "--decode", "tp=1"], capsys)
