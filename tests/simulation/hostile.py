@@ -70,6 +70,7 @@ class RogueDecode:
             pair = prefill.core.pairs[self.ref]
             pair.places = rnd.choice([1, 1, 2])
             pair.place = rnd.randrange(pair.places)
+            pair.parts = self._world.parts
 
     def _frame(self, prefill: PrefillProcess, rnd: random.Random, stream: RogueStream) -> None:
         frame = pb.SessionRequest(rooms=[self._entry(prefill, rnd) for _ in range(rnd.choice([1, 2, 12]))])

@@ -200,6 +200,7 @@ class Network:
                 pair = core.pairs[decode.ref]
                 fleet = self._world.fleet
                 pair.place, pair.places = fleet.places(decode.number)
+                pair.parts = self._world.parts
                 pair.sends_aux = fleet.part(prefill.number, decode.number).aux
             if not link.broken:
                 goodbye = None if error is None else Failure.of(error)

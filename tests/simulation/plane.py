@@ -22,12 +22,13 @@ MOODS_SHARE = 0.03
 
 @dataclass(eq=False)
 class Write:
-    """One page on its way: ``position`` of the room goes to ``page`` of the decode process that was meant. ``key``: as
-    that one knows it."""
+    """One page on its way: ``position`` of the room goes to ``part`` of ``page`` of the decode process that was meant.
+    ``key``: as that one knows it."""
 
     key: RoomKey
     target: DecodeProcess
     page: int
+    part: int
     position: int
     submission: Submission
 
@@ -81,10 +82,10 @@ class Plane:
                 self._process.post(self._process.core.on_outcome, submission, Outcome.DONE, "another rank writes it")
                 continue
             key = submission.record.key.at(0)
-            pairs = list(_pages_of(submission))
-            self._left[submission] = len(pairs)
-            for page, position in pairs:  # the page of prefill's pool says which position it holds
-                self.in_flight.append(Write(key, target, page, position, submission))
+            pages = list(_pages_of(submission, self._world.parts))
+            self._left[submission] = len(pages)
+            for page, part, position in pages:  # the page of prefill's pool says which position it holds
+                self.in_flight.append(Write(key, target, page, part, position, submission))
 
     def stop(self, records: Collection[PrefillRoom], rnd: random.Random) -> None:
         """Of what runs, some can be stopped."""
@@ -160,11 +161,12 @@ class Plane:
             self._world.leave(write, self._process, killed)
 
 
-def _pages_of(submission: Submission) -> Iterator[tuple[int, int]]:
-    """Pages of decode, numbered through all its pools, and what goes there."""
+def _pages_of(submission: Submission, parts: int) -> Iterator[tuple[int, int, int]]:
+    """Pages of decode, numbered through all its pools, which of the ``parts`` of the first pool's, what goes there."""
     from tests.simulation.processes import POOL_PAGES
 
     sets = [(submission.source, submission.destination), *(submission.others or ())]
     for pool, (source, destination) in enumerate(sets):
-        for page, position in zip(destination.tolist(), source.tolist(), strict=True):
-            yield page + pool * POOL_PAGES, position
+        for place, position in zip(destination.tolist(), source.tolist(), strict=True):
+            page, part = (place, 0) if pool else divmod(place, parts)
+            yield page + pool * POOL_PAGES, part, position

@@ -112,7 +112,8 @@ class DecodeProcess(Process):
         self.free = list(range(POOL_PAGES))
         self.free_states = list(range(POOL_PAGES, ALL_PAGES))
         self.owner: list[RoomKey | None] = [None] * ALL_PAGES
-        self.memory: list[dict[int, tuple[RoomKey, int]]] = [{} for _ in range(ALL_PAGES)]
+        # Of each page: what which writer wrote into which part of it.
+        self.memory: list[dict[tuple[int, int], tuple[RoomKey, int]]] = [{} for _ in range(ALL_PAGES)]
         self.receiving: dict[RoomKey, Receiving] = {}
         self.unbound: list[tuple[DecodeRoom, Request]] = []
         self.told_about: dict[DecodePair, frozenset[str]] = {}
@@ -197,16 +198,27 @@ class DecodeProcess(Process):
         """The engine sees the end of a handle, and reads the pages of a good one."""
         room, request = receiving.room, receiving.request
         self.world.ended(self, room.key, receiving.handle)
-        succeeded = receiving.handle.poll is KVPoll.Success and receiving.handle.aborted is None
-        if succeeded and self._is_honest(request):
+        failure = receiving.handle.failure
+        if not self._is_honest(request):
+            return
+        if receiving.handle.poll is KVPoll.Success and receiving.handle.aborted is None:
             if not request.fits:
                 self.world.violate("SUCCESS, and the second pool's pages of the two sides do not fit", room.key)
-            fleet = self.world.fleet
-            writers = [number for number in self._sources(request) if not fleet.part(number, self.number).empty]
-            for index, page in enumerate(receiving.pages or []):
-                wanted = {number: (room.key, request.position(index)) for number in writers}
-                if self.memory[page] != wanted:
-                    self.world.violate("SUCCESS with wrong bytes", room.key)
+            if not self._holds(receiving, len(receiving.pages or [])):
+                self.world.violate("SUCCESS with wrong bytes", room.key)
+        elif request.fits and failure is not None and failure.reason is Reason.INVALID_REQUEST:
+            self.world.violate("a room fails as if the pages of its two sides did not fit", room.key)
+
+    def _holds(self, receiving: Receiving, count: int) -> bool:
+        """The first ``count`` pages hold what all that owe them wrote, and nothing else."""
+        fleet, request = self.world.fleet, receiving.request
+        writers = [number for number in self._sources(request) if not fleet.part(number, self.number).empty]
+        for index, page in enumerate((receiving.pages or [])[:count]):
+            positions = enumerate(request.positions(index))
+            wanted = {(writer, part): (request.key, position) for part, position in positions for writer in writers}
+            if self.memory[page] != wanted:
+                return False
+        return True
 
     def _deliver_aux(self, room: DecodeRoom) -> Failure | None:
         request = self.receiving[room.key].request
@@ -263,7 +275,8 @@ class PrefillProcess(Process):
         if handle.terminal:
             self.world.ended(self, request.key, handle)
             return handle
-        size = 1 if rnd.random() < 0.7 else max(1, request.total)
+        few = 1 + request.key.room % request.parts  # also a chunk that begins inside one of decode's pages
+        size = few if rnd.random() < 0.7 else max(1, request.total)
         chunks = [range(start, min(start + size, request.total)) for start in range(0, request.total, size)]
         if rnd.random() < 0.3:
             rnd.shuffle(chunks)

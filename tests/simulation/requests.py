@@ -16,7 +16,8 @@ class Request:
     """``prefills`` owe the room to ``decodes``; prefill sends ``extra`` pages more than the ``pages`` decode wants.
 
     ``prefix``: these are the first ones, which decode has already. ``states``: pages of a second pool that has numbers
-    of its own, as decode gives and as prefill sends them; None: that side knows of one list of pages alone.
+    of its own, as decode gives and as prefill sends them; None: that side knows of one list of pages alone. ``parts``:
+    all these are decode's pages, and so many of prefill's fill one of the first pool; the last one lacks ``left``.
     """
 
     key: RoomKey
@@ -27,6 +28,8 @@ class Request:
     prefix: bool = False
     decodes: tuple[int, ...] = (0,)
     states: tuple[int | None, int | None] = (None, None)
+    parts: int = 1
+    left: int = 0
 
     @property
     def first_page(self) -> int:
@@ -34,19 +37,21 @@ class Request:
 
     @property
     def total(self) -> int:
-        """Pages that prefill sends."""
-        return self.pages + self.extra
+        """Pages that prefill sends, its own."""
+        return max((self.pages + self.extra) * self.parts - self.left, 0)
 
     @property
     def aux(self) -> bytes:
         """What the first of the prefills sends with SUCCESS."""
         return f"first token of room {self.key.room}, attempt {self.key.attempt}".encode()
 
-    def position(self, index: int) -> int:
-        """Which of prefill's pages belongs into decode's page ``index``; those of the second pool come last."""
+    def positions(self, index: int) -> range:
+        """Which of prefill's pages belong into decode's page ``index``; those of the second pool come last."""
         if index >= self.pages:
-            return STATES + index - self.pages + self._more_states
-        return index + (self.extra if self.prefix or self.align is Align.TAIL else 0)
+            state = STATES + index - self.pages + self._more_states
+            return range(state, state + 1)
+        first = (index + (self.extra if self.prefix or self.align is Align.TAIL else 0)) * self.parts
+        return range(first, min(first + self.parts, self.total))
 
     @property
     def fits(self) -> bool:

@@ -39,7 +39,8 @@ HOLDS = ("hold prefill", "hold decode", "hold both")
 class Schedule(World):
     """One seed. Every fourth goes through the wire format, every third has tight bounds, every fifth has hostile peers,
     of every five two have rooms with pages of two pools; layouts take turns. In every seventh that has no hostile peers
-    nothing goes wrong but that interpreters are held.
+    nothing goes wrong but that interpreters are held. In two of eleven, two or three of prefill's pages fill one of
+    decode's.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Schedule(World):
             fleet=fleet,
             rogues=2 if hostile else 0,
             liars=[2] if hostile and fleet is SINGLES else [],
+            parts={5: 2, 8: 3}.get(seed % 11, 1),
         )
         self.network.slow_share = 0.0 if only_hold else 0.4
         self.threads_wait = True
@@ -102,10 +104,11 @@ class Schedule(World):
             self._rooms += 1
             room = self._rooms
         prefills, decodes = self._ranks()
-        align = rnd.choice([Align.HEAD, Align.TAIL])
+        align = rnd.choice([Align.HEAD, Align.TAIL] if self.parts == 1 else [Align.HEAD])
         extra, prefix = rnd.choice([0, 0, 1, 2]), rnd.random() < 0.5
         states = self._states(align)
-        request = Request(RoomKey(room, attempt), prefills, room % 4, extra, align, prefix, decodes, states)
+        pages, parts, left = room % 4, self.parts, room // 4 % self.parts
+        request = Request(RoomKey(room, attempt), prefills, pages, extra, align, prefix, decodes, states, parts, left)
         for number in decodes:
             if rnd.random() < 0.95:
                 self.at(rnd.choice([0, 0, 5, 20]), partial(self.begin_decode, number, request))

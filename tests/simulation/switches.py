@@ -10,8 +10,8 @@ from kvgrpc.errors import Failure
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol.decode.core import DecodeCore, DecodePair, DecodePart, DecodeRoom, Stream
 from kvgrpc.transfer.protocol.decode.held import HeldPages
-from kvgrpc.transfer.protocol.prefill.core import PrefillCore, PrefillPair
-from kvgrpc.transfer.protocol.types import Timing
+from kvgrpc.transfer.protocol.prefill.core import PrefillCore, PrefillPair, PrefillRoom
+from kvgrpc.transfer.protocol.types import DecodeEntry, Timing
 
 
 def cores(off: Collection[int]) -> tuple[type[DecodeCore], type[PrefillCore]]:
@@ -27,6 +27,8 @@ def cores(off: Collection[int]) -> tuple[type[DecodeCore], type[PrefillCore]]:
         decode = type("DecodeWithout4", (_Without4, decode), {})
     if 8 in off:
         decode = type("DecodeWithout8", (_Without8, decode), {})
+    if 13 in off:
+        prefill = type("PrefillWithout13", (_Without13, prefill), {})
     return decode, prefill
 
 
@@ -83,3 +85,11 @@ class _ByTime(HeldPages):
 
 class _Without8(DecodeCore):
     held_pages_class = _ByTime
+
+
+class _Without13(PrefillCore):
+    """Takes decode's pages for as large as its own."""
+
+    def _take_want(self, pair: PrefillPair, room: PrefillRoom, entry: DecodeEntry) -> None:
+        pair.parts = 1
+        super()._take_want(pair, room, entry)

@@ -43,7 +43,13 @@ def test_ten_thousand_schedules_end_without_a_violation() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "expected"),
-    [(2, "a room is back"), (3, "lost to a peer that is alive"), (4, "foreign write"), (8, "foreign write")],
+    [
+        (2, "a room is back"),
+        (3, "lost to a peer that is alive"),
+        (4, "foreign write"),
+        (8, "foreign write"),
+        (13, "foreign write"),
+    ],
 )
 def test_without_a_rule_many_schedules_break(rule: int, expected: str) -> None:
     found: list[str] = []

@@ -39,10 +39,13 @@ class World:
         fleet: Fleet = SINGLES,
         rogues: int = 0,
         liars: Collection[int] = (),
+        parts: int = 1,
     ) -> None:
-        """``rogues``: hostile decodes. ``liars``: prefill ranks that answer what they like, ``suspects``: ever did."""
+        """``rogues``: hostile decodes. ``liars``: prefill ranks that answer what they like, ``suspects``: ever did.
+        ``parts``: so many of prefill's pages fill one of decode's."""
         self.seed = seed
         self.fleet = fleet
+        self.parts = parts
         self.liars = self.suspects = frozenset(liars)
         self.random = random.Random(seed)
         self.now = 0
@@ -204,7 +207,7 @@ class World:
         if target.owner[write.page] != write.key:
             self.violate(f"foreign write on page {write.page} of {target.owner[write.page]}", write.key)
         else:
-            target.memory[write.page][writer.number] = (write.key, write.position)
+            target.memory[write.page][writer.number, write.part] = (write.key, write.position)
 
     def leave(self, write: Write, writer: PrefillProcess, killed: bool = False) -> None:
         """The writer writes no more, but these bytes are on their way: in our buffers, its kernel's if ``killed``."""
