@@ -226,6 +226,7 @@ class Network:
                 self._world.violate("a lying prefill changed a room of others", stream.pair.ref)
             if any(room.handle.pages_done > room.page_count for room in link.decode.core.rooms.values()):
                 self._world.violate("more pages are done than the room has", stream.pair.ref)
+            link.decode.check_progress()
         else:
             link.decode_closed = True
             if kind == "goodbye":

@@ -209,6 +209,12 @@ class DecodeProcess(Process):
         elif request.fits and failure is not None and failure.reason is Reason.INVALID_REQUEST:
             self.world.violate("a room fails as if the pages of its two sides did not fit", room.key)
 
+    def check_progress(self) -> None:
+        """Pages of which a handle says that they are done are there, each with all its parts."""
+        for key, receiving in self.receiving.items():
+            if self._is_honest(receiving.request) and not self._holds(receiving, receiving.handle.pages_done):
+                self.world.violate("a page is done that is not there", key)
+
     def _holds(self, receiving: Receiving, count: int) -> bool:
         """The first ``count`` pages hold what all that owe them wrote, and nothing else."""
         fleet, request = self.world.fleet, receiving.request

@@ -113,6 +113,7 @@ def test_more_pages_than_the_room_has_are_never_done(stage: Stage) -> None:
     request = Request(KEY, pages=2)
     _, handle = stage.receive(request)
     stage.until_named()
+    stage.suspects = frozenset([0])
     lie = PrefillEntry(KEY, RoomState.TRANSFERRING, Writes.OPEN, 2**32 - 1)
     stage.decode.core.on_frame(stage.link.stream, [lie])
     assert (handle.poll, handle.pages_done) == (KVPoll.Transferring, 2)

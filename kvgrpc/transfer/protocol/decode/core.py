@@ -363,8 +363,9 @@ class DecodeCore:
             room.note_ready()
         elif part.state is STATE_TRANSFERRING:
             room.transfer()
-            done = min(each.pages_done for each in room.parts)
-            room.handle.note_done(min(done, room.page_count))
+            if room.bound:  # else a part that is resolved again has none in place
+                done = min(each.pages_done for each in room.parts)
+                room.handle.note_done(min(done, room.page_count))
 
     def _part_ended(self, room: DecodeRoom, part: DecodePart, entry: PrefillEntry) -> None:
         """The first part that fails fails the room; SUCCESS needs every part that is owed (rule 9, fan-in)."""
