@@ -35,9 +35,8 @@ class PendingRooms(Generic[P]):
 
     def __init__(self) -> None:
         self._now: dict[P, None] = {}
-        # Since this tick, and since the one before.
-        self._later: dict[P, None] = {}
-        self._late: dict[P, None] = {}
+        self._later_since_this_tick: dict[P, None] = {}
+        self._later_since_last_tick: dict[P, None] = {}
 
     def add(self, pair: P, key: RoomKey) -> None:
         """The peer is to be told of this room now."""
@@ -45,11 +44,11 @@ class PendingRooms(Generic[P]):
         self._now[pair] = None
 
     def add_later(self, pair: P, key: RoomKey) -> None:
-        """The peer is to be told of this room with whatever is said next, at the latest with the second tick: of peers
-        that are told something in each no tick says anything, which would be a frame of its own."""
+        """The peer is to be told of this room with whatever is said next, at the latest with the second tick from
+        now. Where there is news in every tick, that is never a frame of its own."""
         pair.pending_rooms[key] = None
         if len(pair.pending_rooms) < _LATER_AT_MOST:
-            self._later[pair] = None
+            self._later_since_this_tick[pair] = None
         else:
             self._now[pair] = None
 
@@ -60,9 +59,8 @@ class PendingRooms(Generic[P]):
         self._now[pair] = None
 
     def tick(self) -> None:
-        if self._late:
-            self._now.update(self._late)
-        self._late, self._later = self._later, {}
+        self._now.update(self._later_since_last_tick)
+        self._later_since_last_tick, self._later_since_this_tick = self._later_since_this_tick, {}
 
     def take_pairs(self) -> list[P]:
         """The pairs that have something to say and a stream that is up; other pairs say all of it once welcomed."""
@@ -70,8 +68,8 @@ class PendingRooms(Generic[P]):
             return []
         pairs, self._now = self._now, {}
         for pair in pairs:
-            self._later.pop(pair, None)
-            self._late.pop(pair, None)
+            self._later_since_this_tick.pop(pair, None)
+            self._later_since_last_tick.pop(pair, None)
         return [pair for pair in pairs if pair.up]
 
 
