@@ -43,11 +43,8 @@ def kill_last_stage(pair: Pair, reference: Reference, role: str) -> None:
     if role == "prefill":
         pair.prefill.kill_stage(1)
         assert decode.wait(PEER_LOST_SECONDS), pair.decode.log_tail()
-        # The stages that are left are ended in order by their engine; who is heard of first is no rule. Where another
-        # of decode's stages heard of it the first says that, and the other's line about this room has the reason.
+        # The stages that are left are ended in order by their engine; who is heard of first is no rule.
         reason = pair.reason_of(decode, asked.room)
-        if "another pipeline stage" in reason:
-            reason = "\n".join(re.findall(rf"room {asked.room} failed at decode.*", pair.decode.log()))
         assert "PEER_LOST" in reason or "SERVER_DRAINING" in reason, pair.decode.log_tail()
     else:
         pair.decode.kill_stage(1)

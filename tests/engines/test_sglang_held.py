@@ -12,6 +12,7 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 from kvgrpc.engines.sglang.held import RoomsAwaitingRelease
 from kvgrpc.engines.sglang.manager import KvGrpcManager
 from kvgrpc.engines.sglang.receiver import KvGrpcReceiver
+from kvgrpc.errors import Failure, Reason
 from kvgrpc.server import KVPoll, KVSender, Pool, RankConfig, Role, open_decode, open_prefill
 from tests.support.faults.dataplane import Fault, FaultyDataPlane, NullDataPlane
 from tests.support.waiting import wait_until
@@ -44,9 +45,9 @@ def test_pages_that_have_come_are_given_up_where_another_pipeline_stage_has_none
         receiver.send_metadata(np.array([3], np.int32))
         sender.send(np.array([10], np.int32))
         wait_until(lambda: receiver.poll() == KVPoll.Success)
-        receiver.give_up()
+        receiver.give_up(Failure(Reason.PEER_LOST, "prefill died"))
         assert receiver.poll() == KVPoll.Failed
-        with pytest.raises(KVTransferError):
+        with pytest.raises(KVTransferError, match="PEER_LOST: prefill died"):
             receiver.failure_exception()
         receiver.ensure_abort_notified(force_arm=True)
         assert manager.is_abort_release_safe(ROOM, 0)

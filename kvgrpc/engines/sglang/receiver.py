@@ -10,6 +10,7 @@ from sglang.srt.disaggregation.base.conn import BaseKVReceiver
 
 from kvgrpc.engines.addresses import registry_of
 from kvgrpc.engines.sglang.failure import transfer_error
+from kvgrpc.errors import Failure
 from kvgrpc.transfer import KVPoll, KVReceiver
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class KvGrpcReceiver(BaseKVReceiver):
         self._bootstrap_addr = bootstrap_addr
         self._receiver: KVReceiver | None = None
         self._aborted_early = self._given_up = False
+        self._lost_in_another_stage: Failure | None = None
         self._has_pages = False
 
     def init(self, prefill_dp_rank: int) -> None:
@@ -72,9 +74,15 @@ class KvGrpcReceiver(BaseKVReceiver):
 
     def failure_exception(self) -> None:
         """Raises the reason. Where another rank failed this one gives up too, so that its pages come back."""
-        failure = None if self._receiver is None else self._receiver.failure
+        failure = self.failure
         self.abort("another rank of this decode engine failed")
         raise transfer_error(self.bootstrap_room, failure)
+
+    @property
+    def failure(self) -> Failure | None:
+        """The root cause, also where it is another pipeline stage's; None while there is none, or another rank's."""
+        own = None if self._receiver is None else self._receiver.failure
+        return self._lost_in_another_stage or own
 
     def abort(self, why: str = "the decode engine aborted it") -> None:
         if self._receiver is None:
@@ -82,8 +90,9 @@ class KvGrpcReceiver(BaseKVReceiver):
         else:
             self._receiver.abort(why)
 
-    def give_up(self) -> None:
-        """Fails it here, also where its pages have come: another pipeline stage has none."""
+    def give_up(self, why: Failure | None) -> None:
+        """Fails it here, also where its pages have come: another pipeline stage has none, for the reason ``why``."""
+        self._lost_in_another_stage = self.failure or why
         self._given_up = True
         self.abort("another pipeline stage of this decode engine failed")
 

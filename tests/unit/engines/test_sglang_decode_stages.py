@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvgrpc.engines.sglang.stages.decode import ending, over
+from kvgrpc.errors import Failure, Reason
 from kvgrpc.transfer import KVPoll
 
 BOTH = "other"  # a request that every stage has
@@ -21,12 +22,13 @@ class Receiver:
     def __init__(self, poll: KVPoll) -> None:
         self.state = poll
         self.kv_mgr: Any = None
+        self.failure: Failure | None = None
 
     def poll(self) -> KVPoll:
         return self.state
 
-    def give_up(self) -> None:
-        self.state = LOST
+    def give_up(self, why: Failure | None) -> None:
+        self.state, self.failure = LOST, self.failure or why
 
     def abort(self) -> None:
         """Ours keeps pages that have come; SGLang's for health requests fails."""
@@ -159,6 +161,26 @@ def test_what_one_stage_has_lost_ends_in_all_and_nobody_takes_it(where: int, res
         assert [(each.left, each.taken) for each in schedulers] == [([], [BOTH])] * (where + 1), lost
 
 
+@pytest.mark.parametrize("stage", range(3))
+def test_why_one_stage_has_lost_it_is_told_in_all_as_often_as_the_ring_goes_round(stage: int) -> None:
+    why = Failure(Reason.PEER_LOST, "prefill died")
+    schedulers = stages(*(LOST if stage == lost else OPEN for lost in range(3)))
+    receivers = [each.disagg_decode_transfer_queue.queue[0].kv_receiver for each in schedulers]
+    receivers[stage].failure = why
+    go_round(schedulers)
+    assert [receiver.failure for receiver in receivers] == [why] * 3
+
+
+def test_a_stage_that_has_a_reason_of_its_own_keeps_it() -> None:
+    reasons = [Failure(Reason.SERVER_DRAINING, "prefill ends"), Failure(Reason.PEER_LOST, "prefill died")]
+    schedulers = stages(LOST, LOST)
+    receivers = [each.disagg_decode_transfer_queue.queue[0].kv_receiver for each in schedulers]
+    for receiver, why in zip(receivers, reasons, strict=True):
+        receiver.failure = why
+    go_round(schedulers)
+    assert [receiver.failure for receiver in receivers] == reasons
+
+
 def test_what_all_have_is_taken_by_all_and_what_one_waits_for_stays() -> None:
     for polls in itertools.product((DONE, OPEN), repeat=3):
         schedulers = stages(*polls)
@@ -172,7 +194,7 @@ def test_what_the_first_stage_could_not_take_after_all_ends_in_the_next() -> Non
     agree, end = over(lambda: True), ending(lambda: True)
     second.received = agree(len, first)
     agreed = agree(len, second)
-    first.disagg_decode_transfer_queue.queue[0].kv_receiver.give_up()  # its aux row is another room's
+    first.disagg_decode_transfer_queue.queue[0].kv_receiver.give_up(None)  # its aux row is another room's
     end(Scheduler.process_decode_transfer_queue, second, end(Scheduler.process_decode_transfer_queue, first, agreed))
     assert [(each.left, each.taken) for each in schedulers] == [([], [BOTH])] * 2
 
@@ -182,7 +204,7 @@ def test_what_the_round_before_took_is_not_lost_in_the_next() -> None:
     agree, end = over(lambda: True), ending(lambda: True)
     agreed = agree(len, schedulers[0])
     go_round(schedulers)
-    assert end(Scheduler.process_decode_transfer_queue, schedulers[0], agreed) == [[], [], [], [], []]
+    assert end(Scheduler.process_decode_transfer_queue, schedulers[0], agreed) == [[], {}, [], [], []]
 
 
 def test_a_health_request_that_one_stage_gave_up_ends_in_all() -> None:
@@ -234,8 +256,8 @@ def test_what_a_later_stage_never_admitted_ends_in_all(first: KVPoll) -> None:
 
 def test_what_a_later_stage_does_not_know_is_not_lost_there() -> None:
     (scheduler,) = stages(OPEN)
-    scheduler.pp_group.is_first_rank, scheduler.received = False, [["unknown"], [], [], [], []]
-    assert over(lambda: True)(len, scheduler) == [[], [], [], [], []]
+    scheduler.pp_group.is_first_rank, scheduler.received = False, [["unknown"], {}, [], [], []]
+    assert over(lambda: True)(len, scheduler) == [[], {}, [], [], []]
 
 
 def test_a_round_under_way_does_not_end_the_next_request_of_that_name() -> None:

@@ -3,9 +3,9 @@
 SGLang's stages tell each other in a ring of which requests the hand-off is over, and the first stage passes on those
 alone that went well with it: the others keep what failed, and what failed in one alone goes on in the rest. Each
 stage gives the pages of a failed one back by itself, and can then admit what another has no room for. So the ring
-carries five lists here: what every stage has, what any has lost, of the requests whose pages are held those that one
-may free and those that one may not, and what ended before a later stage admitted it. All end the same requests, and
-free the same pages, in the same step.
+carries five things here: what every stage has, what any has lost and why, of the requests whose pages are held those
+that one may free and those that one may not, and what ended before a later stage admitted it. All end the same
+requests, for the same reason, and free the same pages, in the same step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from kvgrpc.errors import Failure
 from kvgrpc.transfer import KVPoll
 
 
@@ -26,7 +27,8 @@ def over(is_ours: Callable[[], bool]) -> Callable[..., Any]:
             return original(scheduler)
         before = None if scheduler.pp_group.is_first_rank else scheduler._pp_recv_pyobj_from_prev_stage()
         transfers = scheduler.disagg_decode_transfer_queue
-        done, lost = scheduler.get_rids(transfers.queue, False, [KVPoll.Success], [KVPoll.Failed])
+        done, failed = scheduler.get_rids(transfers.queue, False, [KVPoll.Success], [KVPoll.Failed])
+        lost = _reasons(transfers, failed)
         moving = {waiting.req.bootstrap_room for waiting in transfers.queue}
         held = [_held(entry, moving) for entry in transfers._deferred_releases]
         free, busy = scheduler.get_rids(held, False, [KVPoll.Success], [KVPoll.Transferring])
@@ -36,7 +38,7 @@ def over(is_ours: Callable[[], bool]) -> Callable[..., Any]:
             done = [rid for rid in done if rid in had]
             # One that is still to be admitted here never will be: the stage before has done so.
             never = list({*before[4], *(gone and gone & _rids(scheduler.disagg_decode_prealloc_queue))})
-            lost = list({*lost, *before[1], *never})
+            lost = {rid: before[1].get(rid) or lost.get(rid) for rid in {*lost, *before[1], *never}}
             free, busy = [*free, *before[2]], [*busy, *before[3]]
         return [done, lost, free, busy, never]
 
@@ -50,11 +52,10 @@ def ending(is_ours: Callable[[], bool]) -> Callable[..., Any]:
         if agreed is None or not is_ours():
             return original(scheduler, agreed)
         done, lost, free, busy, never = agreed
-        transfers, ended = scheduler.disagg_decode_transfer_queue, set(lost)
+        transfers = scheduler.disagg_decode_transfer_queue
         for waiting in transfers.queue:
-            if waiting.req.rid in ended:
-                # SGLang's own receivers of health requests fail by abort, at any time.
-                getattr(waiting.kv_receiver, "give_up", waiting.kv_receiver.abort)()
+            if waiting.req.rid in lost:
+                _give_up(waiting.kv_receiver, lost[waiting.req.rid])
         admits = scheduler.disagg_decode_prealloc_queue
         if never and (waits := set(never) & _rids(admits)):
             admits.pop_preallocated(pp_good_rids=[], pp_bad_rids=list(waits))
@@ -65,13 +66,26 @@ def ending(is_ours: Callable[[], bool]) -> Callable[..., Any]:
         taken = original(scheduler, [*done, *lost])
         transfers._deferred_releases[:0] = [entry for entry in held if entry[0].req.rid not in freed]
         left = {*taken, *_rids(transfers)}
-        return [taken, [*lost, *(rid for rid in done if rid in here - left)], free, busy, never]
+        return [taken, {**lost, **{rid: None for rid in done if rid in here - left}}, free, busy, never]
 
     return end
 
 
 def _rids(queue: Any) -> set[str]:
     return {each.req.rid for each in queue.queue}
+
+
+def _reasons(queue: Any, failed: list[str]) -> dict[str, Failure | None]:
+    """None: another rank of this stage has the reason."""
+    receivers = {each.req.rid: each.kv_receiver for each in queue.queue}
+    return {rid: getattr(receivers[rid], "failure", None) for rid in failed}
+
+
+def _give_up(receiver: Any, why: Failure | None) -> None:
+    if hasattr(receiver, "give_up"):
+        receiver.give_up(why)
+    else:  # SGLang's own, of health requests, which fail by abort at any time
+        receiver.abort()
 
 
 def _held(entry: tuple[Any, ...], moving: set[int]) -> Any:
