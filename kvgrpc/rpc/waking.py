@@ -15,11 +15,16 @@ import select
 import selectors
 import weakref
 from collections.abc import Callable
+from typing import Any
 
-# A call through PyDLL keeps the interpreter, which os.eventfd_write gives up: the woken thread would take it there.
-_eventfd_write = getattr(ctypes.PyDLL(None), "eventfd_write", None) if hasattr(os, "eventfd") else None
-if _eventfd_write is not None:
-    _eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
+# Calls through PyDLL keep the interpreter, which those of ``os`` give up: there the woken thread would take it from the
+# engine, and the engine from the loop's thread, which has waited for it.
+_libc: Any = ctypes.PyDLL(None) if hasattr(os, "eventfd") else None
+_HAS_EVENTFD = hasattr(_libc, "eventfd_write") and hasattr(_libc, "eventfd_read")
+if _HAS_EVENTFD:
+    _libc.eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
+    _libc.eventfd_read.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
+_wakes = ctypes.c_uint64()  # how many there were, which nobody asks
 
 _TURNS_BETWEEN_LOOKS = 3
 # How often, at most, a look lends; and how long an engine is watched before it counts as one that keeps the
@@ -87,7 +92,7 @@ class Waker:
         self._loop = loop
         self._callback = callback
         self._fd = -1
-        if _eventfd_write is not None:
+        if _HAS_EVENTFD:
             self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             # Not at the end of the process: handlers of the engine's own that run later still end their rooms.
             weakref.finalize(self, os.close, self._fd).atexit = False
@@ -95,12 +100,12 @@ class Waker:
 
     def wake(self) -> None:
         """Raises RuntimeError once the loop is closed."""
-        if self._fd < 0 or _eventfd_write is None:
+        if self._fd < 0:
             self._loop.call_soon_threadsafe(self._callback)
         elif self._loop.is_closed():
             raise RuntimeError("the loop is closed")
         else:
-            _eventfd_write(self._fd, 1)
+            _libc.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
         """Its file descriptor stays until the waker is collected: a late wake must not write to another file."""
@@ -109,7 +114,7 @@ class Waker:
         self._loop.call_soon(self._callback)
 
     def _run(self) -> None:
-        os.eventfd_read(self._fd)
+        _libc.eventfd_read(self._fd, _wakes)
         self._callback()
 
 
