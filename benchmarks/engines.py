@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import statistics
 import sys
@@ -20,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +81,8 @@ LONG_PROMPTS = {
 }
 # Of decode's row: what it generates all the time, and what arrives beside it, a page each.
 BATCH, BATCH_TOKENS, ARRIVING_TOKENS = 8, 1_400, 16
-# 50 a second.
-WINDOW_SECONDS, ARRIVALS = 2.0, 100
+# A window with hand-offs stands between two without, as often as this in a turn; 50 arrive a second.
+WINDOWS, WINDOW_SECONDS, ARRIVALS = 4, 1.0, 50
 # How long a request is waited for whose prefill is dead; one that waits on is counted with it.
 DETECT_SECONDS = {"sglang": 60.0, "vllm": 30.0}[ENGINE]
 
@@ -222,15 +224,12 @@ class Long(Engines):
 
 @dataclass(frozen=True)
 class Window:
-    """``tokens``: that the batch got in its 2 s. ``cpu``: seconds, of the process that generates, by all its threads
+    """``tokens``: that the batch got in its time. ``cpu``: seconds, of the process that generates, by all its threads
     but the one that does; within ``seconds``, until the last that arrived has ended."""
 
     tokens: int
     cpu: float
     seconds: float
-
-    def __add__(self, other: Window) -> Window:
-        return Window(self.tokens + other.tokens, self.cpu + other.cpu, self.seconds + other.seconds)
 
 
 class BusyDecode(Engines):
@@ -250,6 +249,7 @@ class BusyDecode(Engines):
         self._cores = sorted(os.sched_getaffinity(0))
         for engine, core in ((self.pair.prefill, self._cores[0]), (self.pair.decode, self._cores[-1])):
             pin(engine.pids(), {core})
+        self._within_slot = random.Random(0)
 
     def work(self) -> Figures:
         pin([os.getpid()], {self._cores[0]})  # so that decode's tokens are not read on its core
@@ -273,26 +273,33 @@ class BusyDecode(Engines):
             prefill.result()
         wait_until(lambda: all(decode.tokens for _, decode in batch))
         generating = [decode for _, decode in batch]
-        # The longer its requests are the slower a batch gets: both of a kind have the same age together.
-        windows = [self._window(generating, arrivals) for arrivals in (0, ARRIVALS, ARRIVALS, 0)]
-        alone, beside = windows[0] + windows[3], windows[1] + windows[2]
+        self._window(generating, 0)  # not counted: the batch is not even yet
+        windows = [self._window(generating, arrivals) for arrivals in (0, *(ARRIVALS, 0) * WINDOWS)]
+        alone, beside = windows[::2], windows[1::2]
         if any(decode.wait(0) for decode in generating):
             raise RuntimeError("the batch ended before its time was over")
         for decode in generating:
             self.pair.decode.abort(decode)
             decode.wait()
+        # The longer its requests are the more time a token of a batch takes, by as much with each: what it would have
+        # generated in a window lies between the windows around it.
+        expected = sum(statistics.harmonic_mean([one.tokens, next_one.tokens]) for one, next_one in pairwise(alone))
+        share_of_time = sum(each.seconds for each in beside) / sum(each.seconds for each in alone)
+        cpu = sum(each.cpu for each in beside) - share_of_time * sum(each.cpu for each in alone)
         return {
-            DECODE_KEEPS: 100 * beside.tokens / alone.tokens,
-            f"{DECODE_KEEPS}.cpu": 1e3 * (beside.cpu - alone.cpu * beside.seconds / alone.seconds) / (2 * ARRIVALS),
+            DECODE_KEEPS: 100 * sum(each.tokens for each in beside) / expected,
+            f"{DECODE_KEEPS}.cpu": 1e3 * cpu / (WINDOWS * ARRIVALS),
         }
 
     def _window(self, generating: Sequence[Request], arrivals: int) -> Window:
         pids = self.pair.decode.pids()
         before, used = sum(len(each.tokens) for each in generating), threads.used(pids)
         start, arrived = time.monotonic(), []
-        for number in range(1, arrivals + 1):
+        for number in range(arrivals):
+            # Anywhere in its slot: at even times they keep step with decode's batches, or do not, for a whole window.
+            at = start + (number + self._within_slot.random()) * WINDOW_SECONDS / arrivals
+            time.sleep(max(0.0, at - time.monotonic()))
             arrived.append(self.submit())
-            time.sleep(max(0.0, start + number * WINDOW_SECONDS / arrivals - time.monotonic()))
         time.sleep(max(0.0, start + WINDOW_SECONDS - time.monotonic()))
         got = sum(len(each.tokens) for each in generating) - before
         for request in arrived:
