@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from benchmarks.harness import threads
 from benchmarks.harness.quiet import adopt_orphans, run_quietly
 from benchmarks.harness.rounds import Benchmark, Figures
 from benchmarks.harness.table import Metric, Problem, Row, Target, markdown, show, store
+from benchmarks.harness.windows import Window, cpu_beside, kept
 from benchmarks.harness.worker import peak_rss
 from benchmarks.sides.ready_pages import FED
 from tests.engines.engine import Pair, Request
@@ -222,16 +222,6 @@ class Long(Engines):
         return {self._name: statistics.median(took), f"{self._name}.slowest": max(took)}
 
 
-@dataclass(frozen=True)
-class Window:
-    """``tokens``: that the batch got in its time. ``cpu``: seconds, of the process that generates, by all its threads
-    but the one that does; within ``seconds``, until the last that arrived has ended."""
-
-    tokens: int
-    cpu: float
-    seconds: float
-
-
 class BusyDecode(Engines):
     """Decode, alone on its core, generates for a full batch, with hand-offs arriving beside it and without.
 
@@ -281,14 +271,9 @@ class BusyDecode(Engines):
         for decode in generating:
             self.pair.decode.abort(decode)
             decode.wait()
-        # The longer its requests are the more time a token of a batch takes, by as much with each: what it would have
-        # generated in a window lies between the windows around it.
-        expected = sum(statistics.harmonic_mean([one.tokens, next_one.tokens]) for one, next_one in pairwise(alone))
-        share_of_time = sum(each.seconds for each in beside) / sum(each.seconds for each in alone)
-        cpu = sum(each.cpu for each in beside) - share_of_time * sum(each.cpu for each in alone)
         return {
-            DECODE_KEEPS: 100 * sum(each.tokens for each in beside) / expected,
-            f"{DECODE_KEEPS}.cpu": 1e3 * cpu / (WINDOWS * ARRIVALS),
+            DECODE_KEEPS: 100 * kept(alone, beside),
+            f"{DECODE_KEEPS}.cpu": 1e3 * cpu_beside(alone, beside) / (WINDOWS * ARRIVALS),
         }
 
     def _window(self, generating: Sequence[Request], arrivals: int) -> Window:

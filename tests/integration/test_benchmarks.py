@@ -27,6 +27,7 @@ from benchmarks.harness import quiet, threads
 from benchmarks.harness.plan import FULL
 from benchmarks.harness.rounds import Benchmark, Figures, run
 from benchmarks.harness.table import Metric, Row, Target, plots
+from benchmarks.harness.windows import Window, cpu_beside, kept
 from benchmarks.harness.worker import Desk, Family, Worker, WorkerError
 from benchmarks.missed import is_bare, limit_of
 from benchmarks.rows import liveness, rooms
@@ -364,6 +365,20 @@ def test_what_others_used_is_the_machines_less_ours(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(quiet, "_used", lambda: next(used))
     monkeypatch.setattr(quiet, "_ours", lambda: next(ours))
     assert quiet.ForeignWork().share() == pytest.approx(4 / 20)
+
+
+def test_that_a_batch_gets_slower_with_age_is_no_loss_to_what_arrives_beside_it() -> None:
+    """4 ms a token at first, and 0.006 more with each, as SGLang's batch on a CPU; a window without and one with."""
+    length, windows = 0, []
+    for share in (1.0, 0.7) * 4 + (1.0,):
+        began, left = length, 1000.0 * share
+        while left > 0:
+            left -= 4 + 0.006 * length
+            length += 1
+        windows.append(Window(length - began, cpu=0.02 + (0.05 if share < 1 else 0.0), seconds=1.0))
+    alone, beside = windows[::2], windows[1::2]
+    assert kept(alone, beside) == pytest.approx(0.7, abs=0.01)
+    assert cpu_beside(alone, beside) == pytest.approx(4 * 0.05)
 
 
 def test_of_a_generating_process_the_other_threads_are_counted_and_no_other_process() -> None:
