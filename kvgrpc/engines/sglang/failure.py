@@ -10,6 +10,7 @@ from kvgrpc.errors import Failure
 def transfer_error(room: int, failure: Failure | None) -> KVTransferError:
     """The reason by its name, and whose it is; without a failure it was another rank's, which SGLang logs there."""
     if failure is None:
-        return KVTransferError(room, "another rank of this engine failed", is_from_another_rank=True)
+        text = "another rank of this engine failed, and says why in its log"
+        return KVTransferError(room, text, is_from_another_rank=True)
     seen_by = f" (seen by {failure.origin})" if failure.origin else ""
     return KVTransferError(room, f"{failure.reason.name}: {failure.message}{seen_by}")
