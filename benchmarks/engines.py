@@ -80,7 +80,7 @@ LONG_PROMPTS = {
     f"engine.{ENGINE}.long32k": LongPrompts(32_000, chunk=8_192, requests=1),
 }
 # Of decode's row: what it generates all the time, and what arrives beside it, a page each.
-BATCH, BATCH_TOKENS, ARRIVING_TOKENS = 8, 1_400, 16
+BATCH, BATCH_TOKENS, ARRIVING_TOKENS = 8, 2_000, 16
 # A window with hand-offs stands between two without, as often as this in a turn; 50 arrive a second.
 WINDOWS, WINDOW_SECONDS, ARRIVALS = 4, 1.0, 50
 # How long a request is waited for whose prefill is dead; one that waits on is counted with it.

@@ -23,7 +23,7 @@ def kept(alone: Sequence[Window], beside: Sequence[Window]) -> float:
     ``alone``.
 
     The longer its requests are the more time a token of a batch takes, by as much with each: so without what arrived a
-    window would have had the harmonic mean of the two around it.
+    window would have had about the harmonic mean of the two around it.
     """
     expected = [statistics.harmonic_mean([before.tokens, after.tokens]) for before, after in pairwise(alone)]
     return sum(each.tokens for each in beside) / sum(expected)

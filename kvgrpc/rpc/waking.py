@@ -17,14 +17,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-# Calls through PyDLL keep the interpreter, which those of ``os`` give up: there the woken thread would take it from the
-# engine, and the engine from the loop's thread, which has waited for it.
+# Calls through PyDLL keep the interpreter. Those of ``os`` give it up: the loop's thread would take it from the engine
+# that wakes it, and the engine from the loop's thread that reads the wake.
 _libc: Any = ctypes.PyDLL(None) if hasattr(os, "eventfd") else None
 _HAS_EVENTFD = hasattr(_libc, "eventfd_write") and hasattr(_libc, "eventfd_read")
 if _HAS_EVENTFD:
     _libc.eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
     _libc.eventfd_read.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
-_wakes = ctypes.c_uint64()  # how many there were, which nobody asks
+_wakes = ctypes.c_uint64()  # where eventfd_read puts its count; never read
 
 _TURNS_BETWEEN_LOOKS = 3
 # How often, at most, a look lends; and how long an engine is watched before it counts as one that keeps the

@@ -43,7 +43,7 @@ def kill_last_stage(pair: Pair, reference: Reference, role: str) -> None:
     if role == "prefill":
         pair.prefill.kill_stage(1)
         assert decode.wait(PEER_LOST_SECONDS), pair.decode.log_tail()
-        # The stages that are left are ended in order by their engine; who is heard of first is no rule.
+        # The stages that are left are ended in order by their engine; which of them decode hears of first varies.
         reason = pair.reason_of(decode, asked.room)
         assert "PEER_LOST" in reason or "SERVER_DRAINING" in reason, pair.decode.log_tail()
     else:

@@ -56,6 +56,25 @@ def test_pages_that_have_come_are_given_up_where_another_pipeline_stage_has_none
         decode.close()
 
 
+def test_a_request_that_is_aborted_before_it_has_a_prefill_says_why_and_another_ranks_failure_is_not_its_own() -> None:
+    decode = open_decode(config(Role.DECODE, NullDataPlane()))
+    try:
+        early, given_up, without = (KvGrpcReceiver(manager_over(decode), "127.0.0.1:1", ROOM + n) for n in range(3))
+        early.abort("the client left")
+        early.init(ROOM)
+        assert early.poll() == KVPoll.Failed
+        with pytest.raises(KVTransferError, match="ROOM_CANCELLED: the client left"):
+            early.failure_exception()
+        given_up.init(ROOM + 1)
+        given_up.give_up(None)
+        for receiver in (given_up, without):
+            with pytest.raises(KVTransferError, match="another rank of this engine failed"):
+                receiver.failure_exception()
+            assert receiver.poll() == KVPoll.Failed
+    finally:
+        decode.close()
+
+
 def test_a_second_request_of_a_room_gives_back_no_pages_that_are_still_written_for_the_first() -> None:
     plane = FaultyDataPlane(NullDataPlane(), lambda number, _: Fault(hang=True))
     prefill = open_prefill(config(Role.PREFILL, plane, "embedded"))

@@ -10,7 +10,7 @@ from sglang.srt.disaggregation.base.conn import BaseKVReceiver
 
 from kvgrpc.engines.addresses import registry_of
 from kvgrpc.engines.sglang.failure import transfer_error
-from kvgrpc.errors import Failure
+from kvgrpc.errors import Failure, Reason
 from kvgrpc.transfer import KVPoll, KVReceiver
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ class KvGrpcReceiver(BaseKVReceiver):
         self._attempt = mgr.attempt
         self._bootstrap_addr = bootstrap_addr
         self._receiver: KVReceiver | None = None
-        self._aborted_early = self._given_up = False
-        self._lost_in_another_stage: Failure | None = None
+        self._given_up = False
+        self._reason: Failure | None = None  # why it ended before there was a receiver, or in another stage
         self._has_pages = False
 
     def init(self, prefill_dp_rank: int) -> None:
         """``prefill_dp_rank``: the router's choice, or the room itself for "by the room" (see EveryPrefill)."""
-        if not self._aborted_early:
+        if self._reason is None:
             self._receiver = KVReceiver(
                 self.kv_mgr.transfer,
                 registry_of(self._bootstrap_addr, self.kv_mgr.external_registry),
@@ -50,7 +50,7 @@ class KvGrpcReceiver(BaseKVReceiver):
         if self._given_up:
             return KVPoll.Failed
         if self._receiver is None:
-            return KVPoll.Failed if self._aborted_early else KVPoll.Bootstrapping
+            return KVPoll.Bootstrapping if self._reason is None else KVPoll.Failed
         return self._receiver.poll()
 
     def send_metadata(
@@ -80,20 +80,18 @@ class KvGrpcReceiver(BaseKVReceiver):
 
     @property
     def failure(self) -> Failure | None:
-        """The root cause, also where it is another pipeline stage's; None while there is none, or another rank's."""
-        own = None if self._receiver is None else self._receiver.failure
-        return self._lost_in_another_stage or own
+        """The root cause, also of another pipeline stage; None while there is none, or where another rank has it."""
+        return self._reason if self._receiver is None or self._given_up else self._receiver.failure
 
     def abort(self, why: str = "the decode engine aborted it") -> None:
         if self._receiver is None:
-            self._aborted_early = True
+            self._reason = self._reason or Failure(Reason.ROOM_CANCELLED, why)
         else:
             self._receiver.abort(why)
 
     def give_up(self, why: Failure | None) -> None:
         """Fails it here, also where its pages have come: another pipeline stage has none, for the reason ``why``."""
-        self._lost_in_another_stage = self.failure or why
-        self._given_up = True
+        self._reason, self._given_up = self.failure or why, True
         self.abort("another pipeline stage of this decode engine failed")
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:

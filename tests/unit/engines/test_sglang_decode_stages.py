@@ -162,7 +162,7 @@ def test_what_one_stage_has_lost_ends_in_all_and_nobody_takes_it(where: int, res
 
 
 @pytest.mark.parametrize("stage", range(3))
-def test_why_one_stage_has_lost_it_is_told_in_all_as_often_as_the_ring_goes_round(stage: int) -> None:
+def test_why_one_stage_has_lost_it_is_told_in_all(stage: int) -> None:
     why = Failure(Reason.PEER_LOST, "prefill died")
     schedulers = stages(*(LOST if stage == lost else OPEN for lost in range(3)))
     receivers = [each.disagg_decode_transfer_queue.queue[0].kv_receiver for each in schedulers]

@@ -5,7 +5,7 @@ alone that went well with it: the others keep what failed, and what failed in on
 stage gives the pages of a failed one back by itself, and can then admit what another has no room for. So the ring
 carries five things here: what every stage has, what any has lost and why, of the requests whose pages are held those
 that one may free and those that one may not, and what ended before a later stage admitted it. All end the same
-requests, for the same reason, and free the same pages, in the same step.
+requests, and free the same pages, in the same step; a stage that has no reason of its own says that of another.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def ending(is_ours: Callable[[], bool]) -> Callable[..., Any]:
         taken = original(scheduler, [*done, *lost])
         transfers._deferred_releases[:0] = [entry for entry in held if entry[0].req.rid not in freed]
         left = {*taken, *_rids(transfers)}
-        return [taken, {**lost, **{rid: None for rid in done if rid in here - left}}, free, busy, never]
+        return [taken, {**{rid: None for rid in done if rid in here - left}, **lost}, free, busy, never]
 
     return end
 
@@ -77,6 +77,8 @@ def _rids(queue: Any) -> set[str]:
 
 def _reasons(queue: Any, failed: list[str]) -> dict[str, Failure | None]:
     """None: another rank of this stage has the reason."""
+    if not failed:
+        return {}
     receivers = {each.req.rid: each.kv_receiver for each in queue.queue}
     return {rid: getattr(receivers[rid], "failure", None) for rid in failed}
 
