@@ -239,7 +239,7 @@ class BusyDecode(Engines):
         self._cores = sorted(os.sched_getaffinity(0))
         for engine, core in ((self.pair.prefill, self._cores[0]), (self.pair.decode, self._cores[-1])):
             pin(engine.pids(), {core})
-        self._within_slot = random.Random(0)
+        self._random = random.Random(0)  # of both kinds the same
 
     def work(self) -> Figures:
         pin([os.getpid()], {self._cores[0]})  # so that decode's tokens are not read on its core
@@ -281,8 +281,8 @@ class BusyDecode(Engines):
         before, used = sum(len(each.tokens) for each in generating), threads.used(pids)
         start, arrived = time.monotonic(), []
         for number in range(arrivals):
-            # Anywhere in its slot: at even times they keep step with decode's batches, or do not, for a whole window.
-            at = start + (number + self._within_slot.random()) * WINDOW_SECONDS / arrivals
+            # Anywhere in its slot, so that arrivals do not keep step with decode's batches for a whole window.
+            at = start + (number + self._random.random()) * WINDOW_SECONDS / arrivals
             time.sleep(max(0.0, at - time.monotonic()))
             arrived.append(self.submit())
         time.sleep(max(0.0, start + WINDOW_SECONDS - time.monotonic()))
