@@ -6,7 +6,6 @@ from contextlib import suppress
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 from kvgrpc.dataplane.base import Outcome
 from tests.soak import rank, router
 from tests.soak.floods import FloodPlan, FloodSoak
-from tests.soak.node import Engine
+from tests.soak.node import Engine, Node
 from tests.soak.orders import NO_REASON, ROOM_SECONDS, Ended, Fault, OpenRank, content
 from tests.soak.pulls import PullPlan, PullSoak
 from tests.soak.router import Router
@@ -136,6 +135,16 @@ def test_each_reason_needs_what_brings_it() -> None:
     assert "Success at D.0" in room_of("TRANSFER_FAILED", "", fault=write, cancelled=True).wrong()[0]
 
 
+def test_a_decode_that_goes_on_may_send_a_room_to_a_prefill_that_died_meanwhile() -> None:
+    """Within a second, and to nobody else: it reads from its connections then who is gone."""
+    prefill, decode, other = (engine_of(name) for name in ("P", "D", "O"))
+    unaware = router.Unaware(decode.nodes[0], frozenset(prefill.nodes), until=8.0)
+    assert unaware.may_send_to_the_dead(prefill, decode, 7.9)
+    assert not unaware.may_send_to_the_dead(prefill, decode, 8.0)
+    assert not unaware.may_send_to_the_dead(other, decode, 7.9)
+    assert not unaware.may_send_to_the_dead(prefill, other, 7.9)
+
+
 def test_an_end_past_the_deadline_is_wrong() -> None:
     room = room_of("", "", seconds=ROOM_SECONDS + 3.0)
     assert [text.split(": ")[1] for text in room.wrong()] == [
@@ -213,7 +222,12 @@ def test_a_soak_in_which_no_write_lands_late_is_not_ok() -> None:
 
 def room_of(at_prefill: str, at_decode: str, seconds: float = 0.1, **happened: Any) -> Room:
     """A room of one rank each that ended so."""
-    node: Any = SimpleNamespace
-    prefill, decode = Engine("P", "PREFILL", [node(name="P.0")]), Engine("D", "DECODE", [node(name="D.0")])
+    prefill, decode = engine_of("P"), engine_of("D")
     ended = {"P.0": Ended(1, at_prefill, seconds), "D.0": Ended(1, at_decode, seconds)}
     return Room(1, prefill, decode, 0.0, 4, **{"cancelled": False, "fault": None, **happened}, ended=ended)
+
+
+def engine_of(name: str) -> Engine:
+    node = object.__new__(Node)  # no process
+    node.name = f"{name}.0"
+    return Engine(name, "", [node])

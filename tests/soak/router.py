@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,25 @@ LONGEST_CANCEL = 0.02
 # Two kills, then a stop, after which its rooms go on, or which is long enough to lose them (4 s).
 STOPPED_EVERY = 3
 SHORTEST_STOP, LONGEST_STOP = 0.3, 7.0
+# Seconds within which a rank that goes on after a stop has read from its connections who died meanwhile.
+HEARS_WITHIN = 1.0
 # What MC_TCP_LANES_PER_PEER is by default.
 MOONCAKE_LANES = 4
 # Before that connections are still being made.
 FLAT_FROM_ROOMS = 300
+
+
+@dataclass(frozen=True)
+class Unaware:
+    """A rank that has just gone on after a stop in which others were killed: its connections to them still seem to
+    stand, so that it may send a room to one that is dead. That costs the room, and the successor never hears of it."""
+
+    node: Node
+    killed: frozenset[Node]
+    until: float
+
+    def may_send_to_the_dead(self, prefill: Engine, decode: Engine, now: float) -> bool:
+        return now < self.until and self.node in decode.nodes and not self.killed.isdisjoint(prefill.nodes)
 
 
 class Router:
@@ -67,6 +83,8 @@ class Router:
         self._next_seed = itertools.count(1)
         self._measured: dict[str, list[Resources]] = {}
         self._stopped: tuple[Node, float] | None = None
+        self._killed_meanwhile: set[Node] = set()
+        self._unaware: Unaware | None = None
         self._registry_until = 0.0  # it is away, or knows only some of the ranks
         self._address = f"127.0.0.1:{free_port()}"
         self._registry = Node("registry", logs / "registry", rank_process.serve_registry, lambda: (self._address,))
@@ -147,8 +165,9 @@ class Router:
             pages[draw.randrange(count)] = fault.page
             self.result.injected += 1
         cancels = self._draw_cancel(prefill, decode)
-        self._rooms[number] = Room(number, prefill, decode, now, count, bool(cancels), fault)
-        self._rooms[number].unanswered = now < self._registry_until
+        room = self._rooms[number] = Room(number, prefill, decode, now, count, bool(cancels), fault)
+        room.disturbed = self._unaware is not None and self._unaware.may_send_to_the_dead(prefill, decode, now)
+        room.unanswered = now < self._registry_until
         chunk = draw.choice([count, 5])
         seeds = [self._seeds[node.name] for node in prefill.nodes for _ in heads_of(0, prefill.tp)]
         bootstrap = f"{self._address}/{prefill.name}"
@@ -225,6 +244,7 @@ class Router:
         victim = self._draw.choice(victims)
         if stop:
             self.result.stops[victim.name] += 1
+            self._killed_meanwhile.clear()
             self._stopped = victim, now + self._draw.uniform(SHORTEST_STOP, LONGEST_STOP)
             victim.stop()
             self._mark_disturbed(victim)
@@ -261,7 +281,9 @@ class Router:
 
     def _go_on(self) -> None:
         if self._stopped is not None:
-            self._stopped[0].go_on()
+            node = self._stopped[0]
+            self._unaware = Unaware(node, frozenset(self._killed_meanwhile), time.monotonic() + HEARS_WITHIN)
+            node.go_on()
             self._stopped = None
 
     def _kill(self, victim: Node) -> None:
@@ -276,6 +298,8 @@ class Router:
 
     def _restart(self, node: Node) -> None:
         """Its part of its rooms ended with it."""
+        if self._stopped is not None:
+            self._killed_meanwhile.add(node)
         for room in self._mark_disturbed(node):
             room.ended.setdefault(node.name, Ended(room.number, KILLED, 0.0))
             self._settle(room)

@@ -59,7 +59,8 @@ class Plan:
 
 @dataclass
 class Room:
-    """``disturbed``: one of its processes was killed or stopped. ``unanswered``: the registry was, or warmed up, while
+    """``disturbed``: one of its processes was killed or stopped, or its decode could not know yet that a prefill's had
+    been, before it began. ``unanswered``: the registry was, or warmed up, while
     the room was open. ``ended``: by the name of the rank, of both engines.
     """
 
