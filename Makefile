@@ -14,7 +14,7 @@ ENGINE_PARTS := handoffs deployments faults slowness caches orders pulls models 
 $(if $(filter-out $(ENGINE_PARTS) versions,$(PART)),$(error PART is one of $(ENGINE_PARTS) versions))
 PARTS := $(if $(VERSION),versions,$(if $(ARGS),all,$(or $(PART),$(ENGINE_PARTS) versions)))
 RUN := $(filter-out versions,$(PARTS))
-deployments := _deployment _from_sglang _serve _two_step _unasked
+deployments := _deployment _from_sglang _pipeline_ranks _serve _two_step _unasked
 faults := _dynamo _faults _held _router
 slowness := _held_interpreter _load _retraction
 caches := _events _hicache _hierarchical _offloading _plugin _tier
