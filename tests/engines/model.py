@@ -35,6 +35,7 @@ CARRIED = slice(56, 64)  # of SINGLE's hidden states: which eighth of the vocabu
 WINDOW = 64
 # With the first request of models of latents, or with windows, torch compiles their norms.
 COMPILING_SECONDS = 300.0
+LATENT_BYTES = (512 + 64) * 4  # of a token and layer, in float32
 LONG = replace(TINY, positions=65_536)
 WIDE = Size(layers=8, hidden=256, heads=8, kv_heads=8)  # 32 KiB: 4 MiB for 128 tokens
 
@@ -264,18 +265,44 @@ class LatentReference(Reference):
     def _make(self, size: Size) -> Any:
         return transformers.DeepseekV2ForCausalLM(
             transformers.DeepseekV2Config(
-                **{**_sizes(size), "num_key_value_heads": size.heads},
-                kv_lora_rank=512,  # with the rope part the only size that vLLM's kernel for CPUs has
-                qk_rope_head_dim=64,
-                qk_nope_head_dim=32,
-                v_head_dim=32,
-                q_lora_rank=None,
+                **_latents(size),
                 first_k_dense_replace=size.layers,
                 n_routed_experts=4,
                 moe_layer_freq=1,  # SGLang asks for it
                 num_experts_per_tok=2,
             )
         )
+
+
+class LatentHeadReference(HeadReference):
+    """A DeepSeek V3 without experts, whose one layer is also the layer of its draft (MTP), which has latents too."""
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        super().__init__(folder, "mtp", seed)
+
+    def _make(self, size: Size) -> Any:
+        kind = transformers.DeepseekV3ForCausalLM
+        one_group = {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        config = kind.config_class(**_latents(size), **one_group, first_k_dense_replace=size.layers + 1)
+        model = kind(config)
+        with torch.no_grad():
+            table = model.model.embed_tokens.weight
+            table /= table.square().mean(1, keepdim=True).sqrt()  # the draft's layer gets it normed
+            model.model.layers[0].self_attn.o_proj.weight *= 8
+        return model
+
+    def _save_head(self) -> None:
+        layer = {name: weight.clone() for name, weight in self._model.model.layers[0].state_dict().items()}
+        norm = layer["input_layernorm.weight"]  # ones, as all others
+        token = torch.eye(len(norm))
+        layer["eh_proj.weight"] = torch.cat([token, torch.zeros_like(token)], dim=1)
+        layer.update({f"{name}.weight": norm.clone() for name in ("enorm", "hnorm", "shared_head.norm")})
+        layer["shared_head.head.weight"] = self._model.lm_head.weight.detach().clone()
+        layer["embed_tokens.weight"] = self._model.model.embed_tokens.weight.detach().clone()
+        weights = load_file(self.path / "model.safetensors")
+        weights.update({f"model.layers.{SINGLE.layers}.{name}": weight for name, weight in layer.items()})
+        save_file(weights, self.path / "model.safetensors", {"format": "pt"})
+        self.configure(num_nextn_predict_layers=1)
 
 
 class RecurrentReference(Reference):
@@ -337,4 +364,16 @@ def _sizes(size: Size) -> dict[str, Any]:
         "eos_token_id": 2,
         "tie_word_embeddings": False,
         "initializer_range": 0.3 if size.hidden <= 64 else 0.1,
+    }
+
+
+def _latents(size: Size) -> dict[str, Any]:
+    return {
+        **_sizes(size),
+        "num_key_value_heads": size.heads,
+        "kv_lora_rank": 512,  # with the rope part the only size that vLLM's kernel for CPUs has
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "q_lora_rank": None,
     }

@@ -9,12 +9,11 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from tests.engines.engine import PAGE, Pair
-from tests.engines.model import COMPILING_SECONDS, Case, LatentReference
+from tests.engines.model import COMPILING_SECONDS, LATENT_BYTES, Case, LatentReference
 from tests.engines.stages import rank_address
 
 pytestmark = pytest.mark.timeout(600)
 ON_CPU = {"SGLANG_ON_CPU_PLUGIN": "tests.engines.latent_on_cpu:register"}
-LATENT_BYTES = (512 + 64) * 4
 
 
 @pytest.fixture(scope="module")

@@ -226,9 +226,11 @@ def test_drafts_of_eagle_are_served_where_one_layer_computes_them(
     limits.check_supported(SimpleNamespace(**vars(kv_args()), num_draft_entries=2))
     with pytest.raises(
         FeatureDisabled,
-        match=f"--speculative-algorithm {algorithm} with states besides the KV cache: .*a plain KV cache are served",
+        match=f"--speculative-algorithm {algorithm} with states besides the KV cache: .*keys and values are served",
     ):
         limits.check_supported(SimpleNamespace(**vars(kv_args(StateType.SWA, layout="nhd")), num_draft_entries=2))
+    with pytest.raises(FeatureDisabled, match=f"--speculative-algorithm {algorithm} with latents: .*never run"):
+        limits.check_supported(SimpleNamespace(**vars(kv_args()), num_draft_entries=1), latents=True)
     settings["spec"]["enable_multi_layer_eagle"] = True
     with pytest.raises(FeatureDisabled, match=f"--speculative-algorithm {algorithm}: .*drafts of EAGLE"):
         limits.check_supported(SimpleNamespace(**vars(kv_args()), num_draft_entries=4))
@@ -266,7 +268,7 @@ def test_sliding_windows_in_a_pool_of_their_own_are_served(settings: dict[str, d
     limits.check_supported(kv_args(StateType.SWA, layout="nhd"))
     settings["memory"]["enable_unified_memory"] = True
     with pytest.raises(
-        FeatureDisabled, match=r"--enable-unified-memory with sliding windows, .*mooncake alone.*; leave it"
+        FeatureDisabled, match=r"--enable-unified-memory with sliding windows, .*moving pages.*; leave it"
     ):
         limits.check_supported(kv_args(StateType.SWA, layout="nhd"))
 
@@ -276,7 +278,7 @@ def test_a_state_a_request_is_served_alone(settings: dict[str, dict[str, Any]]) 
     with pytest.raises(FeatureDisabled, match=f"set {limits.UNTRIED}=mamba on both sides"):
         limits.check_supported(kv_args(StateType.MAMBA, StateType.SWA, layout="nhd"))
     settings["memory"]["enable_unified_memory"] = True
-    with pytest.raises(FeatureDisabled, match=r"--enable-unified-memory with .*states .*mooncake alone.*; leave it"):
+    with pytest.raises(FeatureDisabled, match=r"--enable-unified-memory with .*states .*moving pages.*; leave it"):
         limits.check_supported(kv_args(StateType.MAMBA))
 
 

@@ -107,3 +107,22 @@ def test_what_decode_holds_of_the_prompt_is_not_handed_over(
 
 def test_requests_at_once_leave_no_page_behind(pair: Pair, model: CarriedHeadReference) -> None:
     pair.check_at_once([model.case(60 + length, new_tokens=TOKENS) for length in range(6)])
+
+
+def test_ranks_of_other_heads_hand_over_those_of_the_draft_too(
+    folder: Path, model: CarriedHeadReference, own: dict[str, object], single: Engine
+) -> None:
+    """One tensor-parallel rank to two. As many tokens of drafts are right as in one engine."""
+    pair = Pair(folder, model.path, environment=ON_CPU, prefill=own, decode={**own, "tp_size": 2})
+    try:
+        pair.wait_ready()
+        for length in (3, PAGE + 1, 100):
+            case = model.case(length, new_tokens=TOKENS)
+            prefill, decode = pair.submit_unseen(case.prompt, TOKENS)
+            assert (prefill.result(), decode.result()) == (case.tokens[:1], case.tokens)
+            alone = single.generate(case.prompt, TOKENS)
+            assert alone.result() == case.tokens
+            assert decode.accepted == alone.accepted
+        assert decode.accepted >= TOKENS // 4
+    finally:
+        pair.close()

@@ -131,7 +131,21 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
         ),
         (engine(), cache_config(latents(tokens_per_state=4)), "layers of the kind COMPRESSED: .*never"),
         (engine(decode_context_parallel_size=2), cache_config(attention()), "--decode-context-parallel-size 2: .*"),
-        (engine(prefill_context_parallel_size=2), cache_config(attention()), "--prefill-context-parallel-size 2: "),
+        (
+            engine(prefill_context_parallel_size=2),
+            cache_config(latents()),
+            '--prefill-context-parallel-size 2: .*never run.*"untried": "context"',
+        ),
+        (
+            engine("kv_consumer", {"untried": "context"}, prefill_context_parallel_size=2),
+            cache_config(latents()),
+            "--prefill-context-parallel-size 2 but with kv_role kv_producer: .*use --prefill-context-parallel-size 1",
+        ),
+        (
+            engine("kv_both", {"untried": "context"}, prefill_context_parallel_size=2),
+            cache_config(latents()),
+            "--prefill-context-parallel-size 2 but with kv_role kv_producer",
+        ),
         (with_setting("model_config", "enable_sleep_mode", True), cache_config(attention()), "--enable-sleep-mode: "),
         (
             with_setting("attention_config", "hisparse_config", object()),
@@ -241,6 +255,22 @@ def test_speculation_that_was_never_run_is_served_to_who_asks_for_it_alone() -> 
         check_supported(with_speculation("ngram"), cache_config(attention(), state()))
 
 
+def test_drafts_by_layers_are_served_beside_the_layers_that_they_were_run_with() -> None:
+    for method, needs_no_layers in (("eagle", False), ("mtp", False), ("ngram", True)):
+        config = with_speculation(method)
+        if needs_no_layers:
+            check_supported(config, cache_config(WINDOW, attention()))
+        else:
+            with pytest.raises(FeatureDisabled, match=f"decoding by {method} with sliding windows: .*never run"):
+                check_supported(config, cache_config(WINDOW, attention()))
+        config.model_config.use_mla = True
+        if method == "eagle":
+            with pytest.raises(FeatureDisabled, match=r"decoding by eagle with latents: .*never run"):
+                check_supported(config, cache_config(latents()))
+        else:
+            check_supported(config, cache_config(latents()))
+
+
 def test_layers_that_see_the_chunk_of_the_next_token_are_a_pool_as_those_of_a_window_are() -> None:
     caches = cache_config(attention(ChunkedLocalAttentionSpec, attention_chunk_size=2 * BLOCK), attention())
     check_supported(engine(), caches)
@@ -311,6 +341,7 @@ def test_prefill_serves_its_registry_where_proxies_of_vllms_mooncake_connector_l
     place = WorkerProcess(engine(), 0, {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "9000"})
     assert place.serves_registry and not WorkerProcess(engine(), 1, {}).serves_registry
     assert not WorkerProcess(engine(pipeline_parallel_size=2), 0, {}, stage=1).serves_registry
+    assert not WorkerProcess(engine(prefill_context_parallel_size=2), 0, {}, context=1).serves_registry
     config = rank(place)
     assert (config.role, config.registry, config.engine) == (Role.PREFILL, "127.0.0.1:9000", "127.0.0.1-9000")
     assert config.listen == "127.0.0.1:0"

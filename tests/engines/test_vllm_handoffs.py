@@ -89,6 +89,7 @@ def worker_with(monkeypatch: pytest.MonkeyPatch, *pools: str, rank: Any = None) 
     for name, value in {
         "get_tensor_model_parallel_rank": 0,
         "get_pp_group": SimpleNamespace(rank_in_group=0),
+        "get_pcp_group": SimpleNamespace(rank_in_group=0),
         "WorkerProcess": place,
         "pools_of": [SimpleNamespace(name=name, page_bytes=PAGE_BYTES) for name in pools],
         "groups_of": [SimpleNamespace(moves_on=False) for _ in pools],

@@ -8,20 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.client import SyncClient
-from tests.engines.model import Case, LatentReference
+from tests.engines.model import LATENT_BYTES, Case, LatentReference
 from tests.engines.stages import rank_address
-from tests.engines.vllm_engine import VllmPair
+from tests.engines.vllm_engine import LATENT_BLOCK as BLOCK
+from tests.engines.vllm_engine import ON_CPU_MLA, VllmPair
 
 pytestmark = pytest.mark.timeout(700)
-BLOCK = 16  # of vLLM's kernel for CPUs, whatever it is asked for
-LATENT_BYTES = (512 + 64) * 4
-# vLLM's MLA for CPUs computes a prompt in one step, and keeps no prefix.
-ARGUMENTS = {
-    "attention_backend": "CPU_MLA",
-    "block_size": BLOCK,
-    "max_num_batched_tokens": 512,
-    "enforce_eager": True,
-}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +23,7 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> LatentReference:
 
 @pytest.fixture(scope="module")
 def pair(folder: Path, latent: LatentReference) -> Iterator[VllmPair]:
-    pair = VllmPair(folder, latent.path, prefill=ARGUMENTS, decode=ARGUMENTS)
+    pair = VllmPair(folder, latent.path, prefill=ON_CPU_MLA, decode=ON_CPU_MLA)
     pair.wait_ready()
     yield pair
     pair.close()
@@ -66,7 +58,7 @@ def test_one_rank_of_prefill_sends_to_each_of_decode(
     folder: Path, latent: LatentReference, prefill: int, decode: int
 ) -> None:
     """Each rank has all of a latent."""
-    sizes = [{**ARGUMENTS, "tensor_parallel_size": size} for size in (prefill, decode)]
+    sizes = [{**ON_CPU_MLA, "tensor_parallel_size": size} for size in (prefill, decode)]
     pair = VllmPair(folder, latent.path, prefill=sizes[0], decode=sizes[1])
     try:
         pair.wait_ready()

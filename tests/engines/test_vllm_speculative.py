@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.engines.engine import Request
+from tests.engines.drafts import DRAFTS, TOKENS, accepted_alone, handed_over
 from tests.engines.model import HeadReference, Reference
 from tests.engines.vllm_engine import BLOCK, VllmPair
 
 pytestmark = pytest.mark.timeout(900)
-DRAFTS = 3
-TOKENS = 17
 HEADS = ("eagle", "eagle3", "mtp")
 
 
@@ -43,25 +41,6 @@ def pair(method: str, folder: Path, model: Reference) -> Iterator[VllmPair]:
     pair.wait_ready()
     yield pair
     pair.close()
-
-
-def handed_over(pair: VllmPair, model: Reference, prompt: list[int], known: int = 0) -> tuple[Request, int]:
-    """The request at decode, which is told another prompt but for the first ``known`` tokens and the last: it has the
-    right tokens by prefill's pages alone. And how many tokens of drafts were right."""
-    room, before = pair.room(), pair.decode.accepted()
-    prefill = pair.prefill.generate(prompt, 1, **pair.at_prefill(room))
-    other = model.case(len(prompt), new_tokens=1).prompt
-    decode = pair.decode.generate([*prompt[:known], *other[known:-1], prompt[-1]], TOKENS, **pair.at_decode(room))
-    assert prefill.result() == decode.result()[:1]
-    return decode, pair.decode.accepted() - before
-
-
-def accepted_alone(pair: VllmPair, prompt: list[int]) -> int:
-    """How many tokens of drafts are right where one engine does it all."""
-    assert pair.decode.is_empty()
-    before = pair.decode.accepted()
-    pair.decode.generate(prompt, TOKENS).result()
-    return pair.decode.accepted() - before
 
 
 @pytest.mark.parametrize("length", [3, BLOCK, BLOCK + 1, 100, 300], ids=lambda length: f"{length} tokens")

@@ -18,6 +18,14 @@ WITHOUT_GPU = (
     f"--dtype float32 --block-size {BLOCK} --enforce-eager --max-num-seqs 8 --max-model-len 512"
     " --num-gpu-blocks-override 129 --skip-tokenizer-init -cc.custom_ops+=none"
 ).split()
+LATENT_BLOCK = 16  # of vLLM's kernel for CPUs, whatever it is asked for
+# vLLM's MLA for CPUs computes a prompt in one step, and keeps no prefix.
+ON_CPU_MLA = {
+    "attention_backend": "CPU_MLA",
+    "block_size": LATENT_BLOCK,
+    "max_num_batched_tokens": 512,
+    "enforce_eager": True,
+}
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 

@@ -21,15 +21,17 @@ ALL_SEND = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
 _HOST_THRESHOLD = "disaggregation_decode_host_receive_threshold"
 
 
-def check_supported(kv_args: Any) -> None:
-    """Raises FeatureDisabled that names the first setting of SGLang which cannot be served, and what to do."""
+def check_supported(kv_args: Any, latents: bool = False) -> None:
+    """Raises FeatureDisabled that names the first setting of SGLang which cannot be served, and what to do.
+    ``latents``: the KV cache is of an MLA model."""
     parallel, disagg = get_parallel(), get_disagg()
     serving = get_serving()
     states = list(getattr(kv_args, "state_types", ()))
     asked = _asked_for()
     untried = sorted(_untried(kv_args) - asked)
     algorithm = has(get_spec(), "speculative_algorithm", "")
-    drafts_as_run = algorithm in ("EAGLE", "EAGLE3") and not states and not has(get_spec(), "enable_multi_layer_eagle")
+    beside = "states besides the KV cache" if states else "latents" if latents else ""
+    drafts_as_run = algorithm in ("EAGLE", "EAGLE3") and not beside and not has(get_spec(), "enable_multi_layer_eagle")
     parted = _parted(kv_args)
     refused = (
         (
@@ -42,8 +44,7 @@ def check_supported(kv_args: Any) -> None:
         (
             (bool(states) or parallel.pp_size > 1) and has(get_memory(), "enable_unified_memory"),
             "--enable-unified-memory with sliding windows, states or --pp-size above 1",
-            "SGLang admits it with the backend mooncake alone, and with attention for GPUs alone: it was never run, "
-            "and a page is all layers' at once",
+            "SGLang compacts it by moving pages, also those of failed requests to which prefill may still write",
             "leave it out",
         ),
         (
@@ -77,8 +78,9 @@ def check_supported(kv_args: Any) -> None:
             bool(getattr(kv_args, "num_draft_entries", 0) or (algorithm and states))
             and not drafts_as_run
             and SPECULATIVE not in asked,
-            f"--speculative-algorithm {algorithm}{' with states besides the KV cache' * bool(states)}",
-            "drafts of EAGLE (NEXTN is the same) and EAGLE3 beside a plain KV cache are served; others were never run",
+            f"--speculative-algorithm {algorithm}" + f" with {beside}" * bool(beside),
+            "drafts of EAGLE (NEXTN is the same) and EAGLE3 beside a plain KV cache of keys and values are served; "
+            "others were never run",
             f"leave it out, or set {UNTRIED}={SPECULATIVE} on both sides",
         ),
         (

@@ -57,13 +57,14 @@ class KvGrpcManager(BaseKVManager):
         # Of the room whose sender or receiver SGLang is about to make; see samples.py.
         self.attempt = 0
         role = Role.PREFILL if disaggregation_mode is DisaggregationMode.PREFILL else Role.DECODE
-        check_supported(args)
+        # Where half of the layers keep states SGLang says only there that the others keep latents (Kimi Linear).
+        latents = bool(is_mla_backend) or bool(getattr(args, "is_hybrid_mla_backend", False))
+        check_supported(args, latents)
         if role is Role.DECODE and get_parallel().pp_size > 1:
             check(SGLANG, DECODE_STAGES)
         # SGLang's word: of prefill's context parallel (CP) ranks it counts the bytes of the first, which sends.
         self.is_dummy_cp_rank = role is Role.PREFILL and get_parallel().attn_cp_rank > 0
-        # Where half of the layers keep states SGLang says only there that the others keep latents (Kimi Linear).
-        place = _place(role, args, bool(is_mla_backend) or bool(getattr(args, "is_hybrid_mla_backend", False)))
+        place = _place(role, args, latents)
         self.rank = open_rank(rank_config(args, place, _shared_plane(place.local_ip)))
         # A PrefillManager or a DecodeManager, as the class that SGLang makes on this one expects.
         self.transfer: Any = self.rank.transfer

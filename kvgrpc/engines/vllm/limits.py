@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.platforms import current_platform
 
-from kvgrpc.engines.vllm.groups import has_state, is_served, untried_kinds
+from kvgrpc.engines.vllm.groups import has_state, has_window, is_served, untried_kinds
 from kvgrpc.errors import FeatureDisabled
 
-# Kinds of layers to hand over although nobody has seen it work, "MAMBA1,LINEAR", pipeline stages of kv_both, or
-# speculative decoding: the key of kv_connector_extra_config, and the variable.
+# Kinds of layers to hand over although nobody has seen it work, "MAMBA1,LINEAR", pipeline stages of kv_both,
+# speculative decoding, or prefill's context parallelism: the key of kv_connector_extra_config, and the variable.
 UNTRIED, _VARIABLE = "untried", "KVGRPC_UNTRIED"
-PIPELINE, SPECULATIVE = "pipeline", "speculative"
+PIPELINE, SPECULATIVE, CONTEXT = "pipeline", "speculative", "context"
 
 # Layers of a draft model or head were seen to be handed over; the others have none.
-_SERVED_SPECULATION = frozenset({"draft_model", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", "suffix"})
+_DRAFTS_BY_LAYERS = frozenset({"draft_model", "eagle", "eagle3", "mtp"})
+_SERVED_SPECULATION = _DRAFTS_BY_LAYERS | {"ngram", "ngram_gpu", "suffix"}
 
 
 def check_supported(config: Any, kv_cache_config: Any) -> None:
@@ -29,13 +31,13 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
     # vLLM says the platform's own device where nobody chose one.
     buffered = getattr(config.kv_transfer_config, "kv_buffer_device", current_platform.device_type)
     speculation = getattr(getattr(config, "speculative_config", None), "method", None)
-    states = speculation is not None and any(has_state(spec) for spec in specs)
+    beside = _never_run_beside(speculation, specs, latents=config.model_config.use_mla)
     refused = (
         (
             speculation is not None
-            and (states or speculation not in _SERVED_SPECULATION)
+            and (bool(beside) or speculation not in _SERVED_SPECULATION)
             and SPECULATIVE not in _asked_for(config),
-            f"speculative decoding by {speculation}" + " with layers that keep a state" * states,
+            f"speculative decoding by {speculation}" + f" with {beside}" * bool(beside),
             "with kvgrpc it was never run",
             f'ask for it by name: "{UNTRIED}": "{SPECULATIVE}" in kv_connector_extra_config, on both sides',
         ),
@@ -58,10 +60,16 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
             "use --decode-context-parallel-size 1",
         ),
         (
-            parallel.prefill_context_parallel_size > 1,
-            f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size}",
-            "each rank holds all of a request's tokens, and the adapter knows no two of one tensor-parallel number",
+            parallel.prefill_context_parallel_size > 1 and config.kv_transfer_config.kv_role != "kv_producer",
+            f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size} but with kv_role kv_producer",
+            "a prompt then comes to one rank, and is wanted in all",
             "use --prefill-context-parallel-size 1",
+        ),
+        (
+            parallel.prefill_context_parallel_size > 1 and CONTEXT not in _asked_for(config),
+            f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size}",
+            "no attention of vLLM's for CPUs divides a prompt, so that it was never run with kvgrpc",
+            f'ask for it by name: "{UNTRIED}": "{CONTEXT}" in kv_connector_extra_config',
         ),
         (
             bool(getattr(config.model_config, "enable_sleep_mode", False)),
@@ -105,6 +113,17 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
             raise FeatureDisabled(
                 f"kvgrpc does not serve {what}: {why}; {remedy}", metadata={"feature": what, "howToEnable": remedy}
             )
+
+
+def _never_run_beside(speculation: str | None, specs: Sequence[Any], latents: bool) -> str:
+    """Returns the kind of the model's layers that this speculation was never run with; "" where it was with all."""
+    if any(has_state(spec) for spec in specs):
+        return "layers that keep a state"
+    if speculation in _DRAFTS_BY_LAYERS and any(has_window(spec) for spec in specs):
+        return "sliding windows"
+    if speculation in _DRAFTS_BY_LAYERS - {"mtp"} and latents:
+        return "latents"
+    return ""
 
 
 def _asked_for(config: Any) -> set[str]:

@@ -42,7 +42,8 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 class WorkerProcess:
     """The place of a worker: role, rank and addresses, from vLLM's configuration and ours over it. ``stage``: of the
-    pipeline; one of several has some of the model's layers.
+    pipeline; one of several has some of the model's layers. ``context``: which of prefill's context parallel ranks,
+    all of which have all of a prompt.
 
     ``role``: which of the two ranks of a worker with kv_role kv_both; else what the kv_role says.
     ``host`` is what the rank binds: VLLM_HOST_IP, or loopback where nobody has said that others may come.
@@ -54,7 +55,13 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, config: Any, tp_rank: int, environment: Mapping[str, str], role: Role | None = None, stage: int = 0
+        self,
+        config: Any,
+        tp_rank: int,
+        environment: Mapping[str, str],
+        role: Role | None = None,
+        stage: int = 0,
+        context: int = 0,
     ) -> None:
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         extra = dict(transfer.kv_connector_extra_config)
@@ -68,13 +75,14 @@ class WorkerProcess:
         self.role = role or self.roles[0]
         self.tp, self.tp_size = tp_rank, parallel.tensor_parallel_size
         self.pp, self.pp_size = stage, parallel.pipeline_parallel_size
+        self.cp, self.cp_size = context, parallel.prefill_context_parallel_size
         self.host = environment.get("VLLM_HOST_IP") or "127.0.0.1"
         self.external = str(self.configured.pop("registry", ""))
         # vLLM says data_parallel_size 1 by now, and rank 0; the index stays.
         replica = int(getattr(parallel, "data_parallel_index", 0) or 0)
         head = parallel.master_addr if parallel.nnodes > 1 else self.host
         self.bootstrap = f"{bracketed(loopback_for(head))}:{_port(port) + replica}" if self.role is Role.PREFILL else ""
-        self.serves_registry = self.role is Role.PREFILL and not self.external and tp_rank == stage == 0
+        self.serves_registry = self.role is Role.PREFILL and not self.external and tp_rank == stage == context == 0
 
     @property
     def name(self) -> str:
@@ -101,8 +109,9 @@ def rank_config(place: WorkerProcess, pools: Sequence[Pool], model: ModelIdentit
     }
     facts: dict[str, Any] = {
         "role": place.role,
-        "layout": Layout(pp=place.pp_size, tp=place.tp_size),
+        "layout": Layout(pp=place.pp_size, cp=place.cp_size, tp=place.tp_size),
         "pp": place.pp,
+        "cp": place.cp,
         "tp": place.tp,
         "pools": tuple(pools),
         "model": model,

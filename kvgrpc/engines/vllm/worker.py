@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tensor_model_parallel_rank
 
 from kvgrpc.engines.addresses import registry_of
 from kvgrpc.engines.vllm.bootstrap import Bootstrap
@@ -37,7 +37,8 @@ class Worker:
 
     def __init__(self, config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor]) -> None:
         tp_rank, stage = get_tensor_model_parallel_rank(), get_pp_group().rank_in_group
-        place = WorkerProcess(config, tp_rank, os.environ, stage=stage)
+        context = get_pcp_group().rank_in_group
+        place = WorkerProcess(config, tp_rank, os.environ, stage=stage, context=context)
         pools = pools_of(caches, config, kv_cache_config, tp_rank)
         self._external = place.external
         self._page_bytes = {pool.name: pool.page_bytes for pool in pools}
@@ -62,7 +63,7 @@ class Worker:
         self._transfers: dict[Role, Any] = {}
         try:
             for role in place.roles:
-                own = WorkerProcess(config, tp_rank, os.environ, role, stage)
+                own = WorkerProcess(config, tp_rank, os.environ, role, stage, context)
                 self._open(role, rank_config(own, pools, model_of(config, pools[0], own)))
         except BaseException:
             self.close()
