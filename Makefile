@@ -68,7 +68,7 @@ PYTEST := env -u http_proxy -u https_proxy -u HTTP_PROXY -u HTTPS_PROXY
 # The whole request trace, where it is at hand; a sample is committed.
 test-all bench: export TEST_TRACE ?= $(wildcard ../shared/traces/conversation_trace.jsonl)
 
-.PHONY: help demo test test-all test-engines test-install test-nixl test-suites $(SUITES:%=test-%) soak mutants coverage test-clients clients $(CLIENTS) native bench bench-engines docs release-check gen lint types style contract contract-protobuf6 contract-protobuf7 lock clean worlds
+.PHONY: help demo test test-all test-engines test-install test-start test-nixl test-suites $(SUITES:%=test-%) soak mutants coverage test-clients clients $(CLIENTS) native bench bench-engines docs release-check gen lint types style contract contract-protobuf6 contract-protobuf7 lock clean worlds
 .PHONY: contract-quick integration types-beside style-beside others untimed suites suites-beside
 
 help:  ## What there is.
@@ -145,6 +145,9 @@ test-engines:  ## Real engines, prefill and decode, over kvgrpc: tokens, faults,
 
 test-install:  ## The lines of Install in docs/engines, typed into an empty environment: 11 GB an engine (ENGINES=vllm for one).
 	@.ci/install-pages $(ENGINES)
+
+test-start:  ## The lines of "On a machine without a GPU" in docs/engines, typed: engines start and answer (ENGINES=vllm for one).
+	@.ci/start-pages $(ENGINES)
 
 test-nixl:  ## The suites of storage backends with the real NIXL, in an environment of its own.
 	@.ci/setup nixl
