@@ -343,28 +343,34 @@ class Pair:
         self, prompt: list[int], new_tokens: int, room: int | None = None, decode: Engine | None = None
     ) -> tuple[Request, Request]:
         """The request at prefill, and at decode."""
-        where = self._where(self.room() if room is None else room)
-        return self.prefill.generate(prompt, 1, **where), (decode or self.decode).generate(prompt, new_tokens, **where)
+        return self._submit(prompt, prompt, new_tokens, room, decode)
 
-    def submit_unseen(self, prompt: list[int], new_tokens: int) -> tuple[Request, Request]:
-        """As ``submit``, but that decode is told another prompt with the same last token: it has the right tokens by
-        prefill's pages alone. Of equal beginnings it is told equal ones, so that it may hold them.
-        """
-        room, told = self.room(), [*(token ^ 1 for token in prompt[:-1]), prompt[-1]]
-        return self.submit_to_prefill(prompt, room), self.submit_to_decode(told, new_tokens, room)
+    def submit_unseen(
+        self, prompt: list[int], new_tokens: int, room: int | None = None, decode: Engine | None = None
+    ) -> tuple[Request, Request]:
+        """As ``submit``, but that decode is told ``another`` prompt."""
+        return self._submit(prompt, another(prompt), new_tokens, room, decode)
+
+    def _submit(
+        self, prompt: list[int], told: list[int], new_tokens: int, room: int | None, decode: Engine | None
+    ) -> tuple[Request, Request]:
+        room = self.room() if room is None else room
+        asked = self.submit_to_prefill(prompt, room)
+        return asked, (decode or self.decode).generate(told, new_tokens, **self.at_decode(room))
 
     def submit_samples(self, prompt: list[int], new_tokens: int, samples: int, room: int) -> tuple[Request, Request]:
         """Parallel samples of one request, as a router sends them: the same body to both sides."""
-        where = self._where(room)
-        ask = self.prefill.generate_samples, self.decode.generate_samples
-        return ask[0](prompt, new_tokens, samples, **where), ask[1](prompt, new_tokens, samples, **where)
+        return (
+            self.prefill.generate_samples(prompt, new_tokens, samples, **self.at_prefill(room)),
+            self.decode.generate_samples(prompt, new_tokens, samples, **self.at_decode(room)),
+        )
 
     def submit_to_prefill(self, prompt: list[int], room: int) -> Request:
-        return self.prefill.generate(prompt, 1, **self._where(room))
+        return self.prefill.generate(prompt, 1, **self.at_prefill(room))
 
     def submit_to_decode(self, prompt: list[int], new_tokens: int, room: int | None = None) -> Request:
         """A request that prefill never hears of: decode waits for it."""
-        return self.decode.generate(prompt, new_tokens, **self._where(self.room() if room is None else room))
+        return self.decode.generate(prompt, new_tokens, **self.at_decode(self.room() if room is None else room))
 
     def number_of(self, room: int) -> int:
         """What kvgrpc calls the room."""
@@ -375,11 +381,12 @@ class Pair:
         return (request and request.error) or ""
 
     def check(self, reference: Reference, within: float = 0.0) -> None:
-        """The pair serves a request, and its tokens are right; again and again until then, counted from now."""
+        """The pair serves a request, and its tokens are right, by what was handed over; again and again until then,
+        counted from now."""
         end = time.monotonic() + within
         while True:
             case, room = reference.case(100), self.room()
-            prefill, decode = self.submit(case.prompt, len(case.tokens), room)
+            prefill, decode = self.submit_unseen(case.prompt, len(case.tokens), room)
             assert prefill.wait() and decode.wait(), f"{self.prefill.log_tail()}\n{self.decode.log_tail()}"
             if decode.error is None and prefill.error is None:
                 assert (prefill.tokens, decode.tokens) == (case.tokens[:1], case.tokens)
@@ -387,13 +394,18 @@ class Pair:
             assert time.monotonic() < end, self.reason_of(decode, room) + self.reason_of(prefill, room)
 
     def check_at_once(self, cases: Sequence[Case]) -> None:
-        """All are asked at once: decode has the right tokens of each, and no side keeps a page."""
-        halves = [self.submit(case.prompt, len(case.tokens)) for case in cases]
+        """All are asked at once: decode has the right tokens of each by what was handed over, and no side keeps a
+        page."""
+        halves = [self.submit_unseen(case.prompt, len(case.tokens)) for case in cases]
         assert [decode.result() for _, decode in halves] == [case.tokens for case in cases]
         assert self.prefill.is_empty() and self.decode.is_empty()
 
-    def _where(self, room: int) -> dict[str, Any]:
+    def at_prefill(self, room: int) -> dict[str, Any]:
+        """What a request says of its hand-off there."""
         return {"bootstrap_host": LOCAL, "bootstrap_port": self.bootstrap_port, "bootstrap_room": room}
+
+    def at_decode(self, room: int) -> dict[str, Any]:
+        return self.at_prefill(room)
 
     def close(self) -> None:
         threads = [threading.Thread(target=engine.close) for engine in (self.prefill, self.decode)]
@@ -401,6 +413,13 @@ class Pair:
             thread.start()
         for thread in threads:
             thread.join()
+
+
+def another(prompt: list[int]) -> list[int]:
+    """Another prompt with the same last token: an engine that is told it has the right tokens of ``prompt`` by pages
+    that were handed over alone. Those of prompts that begin alike begin alike, so that an engine may hold them.
+    """
+    return [*(token ^ 1 for token in prompt[:-1]), prompt[-1]]
 
 
 def engine_arguments(model: Path, tp: int) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def _ask_on(pair: Pair, cases: list[Case], is_over: Callable[[], bool], served: 
         if failures or is_over():
             return
         room, asked = pair.room(), time.monotonic()
-        prefill, decode = pair.submit(case.prompt, len(case.tokens), room)
+        prefill, decode = pair.submit_unseen(case.prompt, len(case.tokens), room)
         wrong = _wrong(pair, room, prefill, case.tokens[:1]) or _wrong(pair, room, decode, case.tokens)
         if wrong:
             failures.append(f"request {served.requests} after {time.monotonic() - asked:.1f} s: {wrong}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvgrpc.client import SyncClient
 from kvgrpc.v1 import transfer_service_pb2 as proto
-from tests.engines.engine import Engine, Pair, Request
+from tests.engines.engine import Engine, Pair, Request, another
 from tests.engines.model import Case, Reference
 from tests.support.waiting import wait_until
 
@@ -23,7 +23,8 @@ LONG = 300
 
 @dataclass
 class Asked:
-    """A request as its router sees it. ``prefill`` and ``decode``: its halves; None: nobody has asked there yet."""
+    """A request as its router sees it, but that decode is told another prompt (``another``): its tokens are right by
+    prefill's pages alone. ``prefill`` and ``decode``: its halves; None: nobody has asked there yet."""
 
     pair: Pair
     case: Case
@@ -41,7 +42,7 @@ class Asked:
         return self.prefill
 
     def ask_decode(self) -> Request:
-        self.decode = self.pair.submit_to_decode(self.case.prompt, len(self.case.tokens), self.room)
+        self.decode = self.pair.submit_to_decode(another(self.case.prompt), len(self.case.tokens), self.room)
         return self.decode
 
     @property
@@ -94,7 +95,7 @@ def stop_at_every_stage(pair: Pair, reference: Reference, role: str) -> Stages:
 def decoding(pair: Pair, reference: Reference) -> Asked:
     """A long request whose first token decode has computed; of its tokens the first are known."""
     asked = Asked(pair, reference.case(100), pair.room())
-    asked.prefill, decode = pair.submit(asked.case.prompt, LONG, asked.room)
+    asked.prefill, decode = pair.submit_unseen(asked.case.prompt, LONG, asked.room)
     asked.decode = decode
     wait_until(lambda: decode.first is not None or decode.ended is not None)
     return asked
@@ -133,6 +134,18 @@ def wait_for(
 def room_of(engine: Engine, number: int) -> proto.Room | None:
     with SyncClient(rank_address(engine)) as client:
         return next((room for room in client.list_rooms() if room.room == number), None)
+
+
+def handed_over(pair: Pair, room: int) -> int:
+    """Pages of a hand-off that went well, on which both sides agree. Of engines with one rank."""
+    counts = set()
+    for engine in (pair.prefill, pair.decode):
+        wait_for(engine, pair.number_of(room), is_over)
+        found = room_of(engine, pair.number_of(room))
+        assert found is not None and found.state == proto.ROOM_STATE_SUCCESS, found
+        counts.add(found.pages)
+    (pages,) = counts
+    return pages
 
 
 def rank_address(engine: Engine) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import socket
@@ -19,6 +20,7 @@ from kvgrpc.engines.vllm.scheduler import UNUSED
 from kvgrpc.v1 import common_pb2
 from tests.engines.engine import LOCAL
 from tests.engines.model import Case, Reference
+from tests.engines.stages import handed_over
 from tests.engines.vllm_engine import BLOCK, VllmEngine, VllmPair
 
 pytestmark = pytest.mark.timeout(700)
@@ -32,15 +34,19 @@ def pair(folder: Path, reference: Reference) -> Iterator[VllmPair]:
     pair.close()
 
 
-def check(pair: VllmPair, case: Case) -> None:
-    prefill, decode = pair.submit(case.prompt, len(case.tokens))
+def check(pair: VllmPair, case: Case) -> int:
+    """How many blocks were handed over. Decode is told another prompt: it has these tokens by such blocks alone, those
+    of an earlier prompt that began alike among them."""
+    room = pair.room()
+    prefill, decode = pair.submit_unseen(case.prompt, len(case.tokens), room)
     assert decode.result() == case.tokens
     assert prefill.result() == case.tokens[:1]
+    return handed_over(pair, room)
 
 
 @pytest.mark.parametrize("length", [3, BLOCK, BLOCK + 1, 100, 300], ids=lambda length: f"{length} tokens")
 def test_tokens_are_those_of_transformers(pair: VllmPair, reference: Reference, length: int) -> None:
-    check(pair, reference.case(length))
+    assert check(pair, reference.case(length)) == math.ceil(length / BLOCK)
 
 
 def test_the_engines_logs_say_where_their_ranks_are(pair: VllmPair) -> None:
@@ -54,29 +60,29 @@ def test_decode_takes_only_what_it_does_not_hold(pair: VllmPair, reference: Refe
     first = reference.case(6 * BLOCK)
     check(pair, first)
     assert pair.prefill.is_empty()  # so that all that is cached from here on is cached at decode
-    check(pair, reference.case(9 * BLOCK + 3, prefix=first.prompt[: 5 * BLOCK]))
+    assert check(pair, reference.case(9 * BLOCK + 3, prefix=first.prompt[: 5 * BLOCK])) == 10 - 5
 
 
 def test_a_prompt_that_decode_holds_but_for_its_last_block_needs_that_block_only(
     pair: VllmPair, reference: Reference
 ) -> None:
     case = reference.case(4 * BLOCK)
-    check(pair, case)
+    assert check(pair, case) == 4
     assert pair.prefill.is_empty()
-    check(pair, case)
+    assert check(pair, case) == 1
 
 
 def test_a_prompt_that_prefill_holds_is_handed_over_whole(pair: VllmPair, reference: Reference) -> None:
     case = reference.case(4 * BLOCK + 5)
     check(pair, case)
     assert pair.decode.is_empty()
-    check(pair, case)
+    assert check(pair, case) == 5
 
 
 def test_a_transfer_id_that_is_used_twice_fails_only_the_second(pair: VllmPair, reference: Reference) -> None:
     case, room = reference.case(300), pair.room()
-    first = pair.submit(case.prompt, 8, room)
-    second = pair.submit(case.prompt, 8, room)
+    first = pair.submit_unseen(case.prompt, 8, room)
+    second = pair.submit_unseen(case.prompt, 8, room)
     assert first[1].result() == case.tokens
     second[0].result()
     if not second[1].wait(2):  # it came when the first was through, and waits for a prefill that was refused
@@ -159,7 +165,7 @@ def test_two_hundred_requests_with_random_cancels_leave_both_pools_empty(pair: V
 
     def one(case: Case, cancel_after: float | None) -> None:
         with places:
-            prefill, decode = pair.submit(case.prompt, 8)
+            prefill, decode = pair.submit_unseen(case.prompt, 8)
             if cancel_after is not None and not decode.wait(cancel_after):
                 for request in ((prefill,), (decode,), (prefill, decode))[int(cancel_after * 1e6) % 3]:
                     request.engine.abort(request)

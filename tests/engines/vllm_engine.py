@@ -110,23 +110,6 @@ class VllmPair(Pair):
         kind = self.prefill_engine if role == "prefill" else VllmEngine
         return kind(role, self._folder, arguments, self._environment)
 
-    def submit(
-        self, prompt: list[int], new_tokens: int, room: int | None = None, decode: Engine | None = None
-    ) -> tuple[Request, Request]:
-        """The request at prefill, and at decode."""
-        room = self.room() if room is None else room
-        return (
-            self.prefill.generate(prompt, 1, **self.at_prefill(room)),
-            (decode or self.decode).generate(prompt, new_tokens, **self.at_decode(room)),
-        )
-
-    def submit_to_prefill(self, prompt: list[int], room: int) -> Request:
-        return self.prefill.generate(prompt, 1, **self.at_prefill(room))
-
-    def submit_to_decode(self, prompt: list[int], new_tokens: int, room: int | None = None) -> Request:
-        """A request that prefill never hears of: decode waits for it."""
-        return self.decode.generate(prompt, new_tokens, **self.at_decode(self.room() if room is None else room))
-
     def reason_of(self, request: Request | None, room: int) -> str:
         """vLLM tells its clients no reason: it is in the log of the engine that was asked."""
         if request is None or request.error is None:
