@@ -27,8 +27,9 @@ def pair(folder: Path, reference: Reference) -> Iterator[Pair]:
 
 
 def check(pair: Pair, case: Case) -> int:
-    """How many tokens of the prompt decode, or before it prefill, held already."""
-    prefill, decode = pair.submit(case.prompt, len(case.tokens))
+    """How many tokens of the prompt decode, or before it prefill, held already. Decode is told another prompt: it
+    has these tokens by what was handed over alone."""
+    prefill, decode = pair.submit_unseen(case.prompt, len(case.tokens))
     assert decode.result() == case.tokens
     assert prefill.result() == case.tokens[:1]
     return decode.cached
@@ -63,8 +64,8 @@ def test_a_prompt_that_decode_holds_whole_needs_no_page(pair: Pair, reference: R
 
 def test_a_room_that_is_used_twice_fails_only_the_second(pair: Pair, reference: Reference) -> None:
     case, room = reference.case(300), pair.room()
-    first = pair.submit(case.prompt, 8, room)
-    second = pair.submit(case.prompt, 8, room)
+    first = pair.submit_unseen(case.prompt, 8, room)
+    second = pair.submit_unseen(case.prompt, 8, room)
     assert first[1].result() == case.tokens
     assert "ROOM_CONFLICT" in second[0].failure() or "ROOM_CONFLICT" in second[1].failure()
 
@@ -74,7 +75,7 @@ def test_parallel_samples_of_a_request_are_attempts_of_its_room(pair: Pair, refe
     """As requests beside it are served, and with a room that nobody chose for them."""
     case, other = reference.case(100), reference.case(64)
     both = pair.submit_samples(case.prompt, 8, samples, pair.room())
-    beside = pair.submit(other.prompt, 8)
+    beside = pair.submit_unseen(other.prompt, 8)
     for request in both:
         request.result()
     assert both[1].value == [case.tokens[:8]] * samples
@@ -109,7 +110,7 @@ def test_two_hundred_requests_with_random_cancels_leave_both_pools_empty(pair: P
 
     def one(case: Case, cancel_after: float | None) -> None:
         with places:
-            prefill, decode = pair.submit(case.prompt, 8)
+            prefill, decode = pair.submit_unseen(case.prompt, 8)
             if cancel_after is not None and not decode.wait(cancel_after):
                 for request in draw_sides((prefill, decode), cancel_after):
                     request.engine.abort(request)
@@ -159,7 +160,7 @@ def test_pages_of_decode_that_are_twice_as_large_are_filled_by_two(pair: Pair, r
     try:
         for length in (3, PAGE, PAGE + 1, 2 * PAGE + 1, 300):
             case = reference.case(length)
-            prefill, decode = pair.submit(case.prompt, len(case.tokens), decode=other)
+            prefill, decode = pair.submit_unseen(case.prompt, len(case.tokens), decode=other)
             assert decode.result() == case.tokens
             assert prefill.result() == case.tokens[:1]
         assert other.is_empty()
