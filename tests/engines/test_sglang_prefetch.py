@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +13,10 @@ from kvgrpc.client.engines import cache_address as address_of
 from kvgrpc.errors import CredentialsInvalid, FeatureDisabled, PermissionDenied
 from kvgrpc.v1 import prefetch_service_pb2 as proto
 from kvgrpc.v1.common_pb2 import TIER_DEVICE, TIER_HOST, TIER_STORAGE
-from tests.engines.engine import LOCAL, PAGE, ROOT, Engine
+from tests.engines.engine import LOCAL, PAGE, Engine
 from tests.engines.hierarchical import DEVICE_AND_HOST_TOKENS, HOST_RATIO, LONG_PROMPT, ask, cache_address, started
 from tests.engines.model import COMPILING_SECONDS, Case, LatentReference, Reference
-from tests.engines.ordering import order_by_name
+from tests.engines.ordering import order_by_name, pin_and_die, prefetch_and_die
 from tests.support.cache_serving import ended
 from tests.support.secrets import proof, secret
 from tests.support.waiting import wait_until
@@ -28,6 +25,9 @@ pytestmark = pytest.mark.timeout(500)
 PAGES = 8
 PROMPT = PAGES * PAGE + 5
 THRESHOLD = 2 * PAGE
+LONG = 300  # tokens of an answer that goes on while its engine is looked at
+# Whoever looks does so before it is over, on a machine that is busy too.
+PIN_SECONDS = 5.0
 ATTENTION = {"dp_size": 2, "enable_dp_attention": True, "enable_tp_lm_head_all_to_all": False}
 ATTENTION_ON_CPU = {
     "SGLANG_ON_CPU_PLUGIN": "tests.engines.attention_data_parallel_on_cpu:register_with_host_tier",
@@ -74,6 +74,20 @@ def in_storage_alone(engine: Engine, router: SyncClient, case: Case) -> bool:
     assert engine.is_empty()
     found = router.lookup(pages(case))
     return (found.device_pages, found.host_pages, found.storage_pages) == (0, 0, PAGES)
+
+
+def tiers_of(router: SyncClient) -> dict[int, proto.CacheTierUse]:
+    return {each.tier: each for each in router.get_cache_info().tiers}
+
+
+def on_device(router: SyncClient) -> tuple[int, int, int]:
+    """Pages that are used; of these, those that may be evicted, and those that may not, a running request's prefix."""
+    device = tiers_of(router)[TIER_DEVICE]
+    return device.used_pages, device.counts["evictable"], device.counts["protected"]
+
+
+def pinned(router: SyncClient) -> int:
+    return tiers_of(router)[TIER_HOST].counts["pinned"]
 
 
 def came_of(router: SyncClient, operation: proto.CacheOperation) -> tuple[int, int]:
@@ -159,20 +173,21 @@ def test_salts_and_extra_keys_are_caches_of_their_own(router: SyncClient, stored
 
 
 def test_a_router_that_dies_leaves_nothing_locked(engine: Engine, router: SyncClient, stored: Case) -> None:
-    script = (
-        "import sys, time; from kvgrpc.client import SyncClient; from kvgrpc.v1 import prefetch_service_pb2 as proto\n"
-        "client = SyncClient(sys.argv[1]); tokens = list(map(int, sys.argv[2].split()))\n"
-        "client.start_prefetch(proto.PromptPages(tokens=tokens)); print('begun', flush=True); time.sleep(60)\n"
-    )
-    tokens = " ".join(map(str, stored.prompt))
-    dies = subprocess.Popen(
-        [sys.executable, "-c", script, cache_address(engine), tokens], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert dies.stdout is not None and dies.stdout.readline() == "begun\n"
-    dies.send_signal(signal.SIGKILL)
-    dies.wait(10)
+    operation_id = prefetch_and_die(cache_address(engine), stored.prompt)
     wait_until(lambda: not router.list_operations(open_only=True), 30)
+    assert operation_id in [each.operation_id for each in router.list_operations()]
     assert engine.is_empty(), "SGLang empties its cache only where nothing is on its way"
+    assert router.lookup(pages(stored), without_storage=True).host_pages == 0
+
+
+def test_pins_of_a_router_that_dies_end_by_their_time(
+    engine: Engine, router: SyncClient, stored: Case, reference: Reference
+) -> None:
+    ended(router, router.start_prefetch(pages(stored)))
+    assert pin_and_die(cache_address(engine), stored.prompt, PIN_SECONDS) == PAGES
+    assert pinned(router) == PAGES, "whoever pinned them is dead"
+    wait_until(lambda: pinned(router) == 0, PIN_SECONDS + 10)
+    drive_out(engine, reference)
     assert router.lookup(pages(stored), without_storage=True).host_pages == 0
 
 
@@ -183,7 +198,7 @@ def test_pinned_pages_stay_on_the_host_until_the_pin_ends(
     assert router.pin_pages(pages(stored), 300).pinned_pages == PAGES
     drive_out(engine, reference)
     assert router.lookup(pages(stored), without_storage=True).host_pages == PAGES
-    assert {tier.tier: tier for tier in router.get_cache_info().tiers}[TIER_HOST].counts["pinned"] == PAGES
+    assert pinned(router) == PAGES
     router.pin_pages(pages(stored), 0)
     drive_out(engine, reference)
     assert router.lookup(pages(stored), without_storage=True).host_pages == 0
@@ -210,13 +225,29 @@ def test_a_backup_writes_again_what_storage_lost(
 
 
 def test_the_engines_counts_are_told(engine: Engine, router: SyncClient, stored: Case) -> None:
+    before = tiers_of(router)
+    assert set(before) == {TIER_DEVICE, TIER_HOST, TIER_STORAGE}
+    assert [before[tier].used_pages for tier in (TIER_DEVICE, TIER_HOST)] == [0, 0]
     ended(router, router.start_prefetch(pages(stored)))
-    info = router.get_cache_info()
-    tiers = {tier.tier: tier for tier in info.tiers}
-    assert set(tiers) == {TIER_DEVICE, TIER_HOST, TIER_STORAGE}
+    info, tiers = router.get_cache_info(), tiers_of(router)
     assert tiers[TIER_HOST].used_pages == PAGES and tiers[TIER_DEVICE].used_pages == 0
     assert tiers[TIER_DEVICE].pages == 4096 // PAGE and tiers[TIER_HOST].pages >= HOST_RATIO * 4096 // PAGE
+    assert tiers[TIER_STORAGE].used_pages >= PAGES
     assert (info.storage_backend, info.storage_healthy, info.threshold_tokens) == ("file", True, THRESHOLD)
+    ask(engine, stored)
+    wait_until(lambda: on_device(router) == (PAGES, PAGES, 0))
+
+
+def test_what_a_running_request_uses_is_told(engine: Engine, router: SyncClient, stored: Case) -> None:
+    """It takes pages for its tokens beside those of the prompt, which nothing may evict meanwhile."""
+    ask(engine, stored)
+    running = engine.generate(stored.prompt, LONG)
+    wait_until(lambda: running.first is not None)
+    used, evictable, protected = on_device(router)
+    assert running.ended is None, "it was over before it was looked at"
+    assert PAGES < used <= (PROMPT + LONG) // PAGE + 1 and (evictable, protected) == (0, PAGES)
+    running.result()
+    wait_until(lambda: on_device(router) == ((PROMPT + LONG - 1) // PAGE,) * 2 + (0,))
 
 
 def test_device_and_host_are_purged_by_sglang_itself(router: SyncClient) -> None:
