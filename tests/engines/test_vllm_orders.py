@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvgrpc.client import SyncClient
+from kvgrpc.engines.vllm.offload import promotion
 from kvgrpc.engines.vllm.offload.keys import ChunkNames
 from kvgrpc.engines.vllm.offload.outcomes import Outcomes
 from kvgrpc.engines.vllm.offload.promotion import Promotion
@@ -18,7 +20,19 @@ from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.server import RankConfig
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
-from tests.engines.vllm_tiers import BLOCK, CHUNK_BYTES, CHUNKS, ended, keys_of, offloading, prompt, start
+from tests.engines.vllm_tiers import (
+    BLOCK,
+    CHUNK_BYTES,
+    CHUNKS,
+    Offloading,
+    SlowStore,
+    ended,
+    keys_of,
+    offloading,
+    prompt,
+    row,
+    start,
+)
 
 
 def test_an_order_brings_what_storage_has_and_holds_nothing_afterwards(tmp_path: Path) -> None:
@@ -97,6 +111,103 @@ def test_what_became_of_the_chunks_is_told(tmp_path: Path) -> None:
             return only.used_pages, only.wasted_pages
 
         engine.wait(lambda: told() == (3, 1))
+
+
+def cut_by_its_router(engine: Offloading, client: SyncClient, operation: pb.CacheOperation) -> None:
+    """Who does not wait for the end is told that it is not there."""
+    with SyncClient(engine.address, timeout=1.0) as hasty:
+        assert not hasty.terminate_prefetch(operation.operation_id).quiescent
+
+
+def cut_by_its_deadline(engine: Offloading, client: SyncClient, operation: pb.CacheOperation) -> None:
+    engine.wait(lambda: row(client, operation).took.ToTimedelta().total_seconds() > TIMEOUT)
+
+
+TIMEOUT = 2.0  # of an order: so long until chunks come
+CUTS = {
+    "by its router": (cut_by_its_router, None, (pb.OPERATION_STATE_CANCELLED, pb.OPERATION_STOP_CANCELLED)),
+    "by its deadline": (cut_by_its_deadline, TIMEOUT, (pb.OPERATION_STATE_EXPIRED, pb.OPERATION_STOP_DEADLINE)),
+}
+Cut = Callable[[Offloading, SyncClient, pb.CacheOperation], None]
+
+
+@pytest.mark.parametrize(("cut", "timeout", "end"), CUTS.values(), ids=CUTS)
+def test_an_order_that_is_cut_while_chunks_come_ends_with_these_and_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: Cut, timeout: float | None, end: tuple[int, int]
+) -> None:
+    """The host has two chunks, two are on their way, of the last two the store has not said whether it has them."""
+    monkeypatch.setattr(promotion, "LOOKUPS_OF_A_STEP", 2)
+    keys, prompt_pages = keys_of(prompt(6)), pb.PromptPages(tokens=prompt(6))
+    with offloading(tmp_path) as (engine, client):
+        engine.compute(keys)
+        engine.empty_host()
+        engine.compute(keys[:2])
+        store = SlowStore(engine, late=keys[4:])
+        operation = start(client, prompt(6), timeout)
+        engine.wait(lambda: store.reading.is_set() and row(client, operation).hit_pages == 2)
+        cut(engine, client, operation)
+        assert row(client, operation).state == pb.OPERATION_STATE_TRANSFERRING, "vLLM still fills two chunks"
+        assert not engine.nothing_is_held()
+
+        store.hands_over.set()
+        operation = ended(client, operation)
+        assert (operation.state, operation.stop) == end
+        assert (operation.covered_pages, operation.completed_pages, operation.bytes) == (2, 4, 2 * CHUNK_BYTES)
+        engine.wait(lambda: engine.nothing_is_held() and engine.nobody_is_remembered())
+        assert client.lookup(prompt_pages, without_storage=True).host_pages == 4
+        assert engine.request(keys) == 4
+        engine.wait(lambda: row(client, operation).used_pages == 2)
+
+        store.answers.set()
+        operation = ended(client, start(client, prompt(6)))
+        assert (operation.state, operation.covered_pages) == (pb.OPERATION_STATE_DONE, 4)
+        assert operation.completed_pages == 6 and engine.request(keys) == 6
+
+
+@pytest.mark.parametrize(("timeout", "end"), [(None, CUTS["by its router"][2]), (1.0, CUTS["by its deadline"][2])])
+def test_an_order_that_is_cut_before_the_store_has_answered_does_not_wait_for_it(
+    tmp_path: Path, timeout: float | None, end: tuple[int, int]
+) -> None:
+    keys = keys_of(prompt(6))
+    with offloading(tmp_path) as (engine, client):
+        engine.compute(keys)
+        engine.empty_host()
+        engine.compute(keys[:2])
+        store = SlowStore(engine, late=keys)
+        operation = start(client, prompt(6), timeout)
+        if timeout is None:
+            engine.wait(lambda: row(client, operation).covered_pages == 2)
+            operation = client.terminate_prefetch(operation.operation_id)
+        operation = ended(client, operation)
+        assert (operation.state, operation.stop) == end
+        assert (operation.covered_pages, operation.completed_pages, operation.bytes) == (2, 2, 0)
+        engine.wait(lambda: engine.nothing_is_held() and engine.nobody_is_remembered())
+        store.let_go()
+        assert ended(client, start(client, prompt(6))).completed_pages == 6
+
+
+@pytest.mark.parametrize(("timeout", "end"), [(None, CUTS["by its router"][2]), (0.3, CUTS["by its deadline"][2])])
+def test_an_order_that_an_idle_engine_has_not_taken_ends_without_it(
+    tmp_path: Path, timeout: float | None, end: tuple[int, int]
+) -> None:
+    with offloading(tmp_path) as (engine, client):
+        engine.compute(keys_of(prompt(6)))
+        engine.empty_host()
+        engine.stop_stepping()
+        engine.wait(lambda: not engine.tier._stepped)
+        operation = start(client, prompt(6), timeout)
+        if timeout is None:
+            client.terminate_prefetch(operation.operation_id)
+        operation = ended(client, operation)
+        assert (operation.state, operation.stop, operation.completed_pages) == (*end, 0)
+        after = start(client, prompt(6))
+
+        def moved_on() -> bool:
+            engine.step()
+            return row(client, after).quiescent
+
+        engine.wait(moved_on)
+        assert row(client, after).completed_pages == 6
 
 
 def test_a_router_that_is_gone_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -14,7 +14,14 @@ import numpy as np
 from vllm.utils import hashing
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_hints import KvHintsEnvelope
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    get_offload_block_hash,
+    make_offload_key,
+)
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -27,6 +34,8 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvgrpc.client import SyncClient
 from kvgrpc.hashing import each_block_hash
 from kvgrpc.v1 import prefetch_service_pb2 as pb
+from tests.support.faults.storage import Fault, FaultyBackend
+from tests.support.waiting import SECONDS
 
 BLOCK, CHUNK_BYTES, CHUNKS = 4, 4096, 16
 
@@ -145,11 +154,40 @@ class Offloading:
             used = primary._num_chunks - primary._get_num_free_chunks()
             return not self.manager._jobs and used == primary._num_evictable_cache_chunks
 
+    def nobody_is_remembered(self) -> bool:
+        """vLLM's manager has no request any more, and no chunk that is yet to be asked for."""
+        with self.manager.lock:
+            manager = self.manager
+            return not (manager._req_state or manager._request_load_sources or manager._pending_load_submissions)
+
     def wait(self, condition: Any, seconds: float = 10.0) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, "it did not come to it"
             time.sleep(0.005)
+
+
+class SlowStore:
+    """In the place of the store of the engine's tier: it says of the chunks ``late`` whether it has them once
+    ``answers`` is set, and hands chunks over once ``hands_over`` is; ``reading``: somebody waits for that."""
+
+    def __init__(self, engine: Offloading, late: Sequence[OffloadKey]) -> None:
+        self.answers, self.hands_over, self.reading = threading.Event(), threading.Event(), threading.Event()
+        self._late = [get_offload_block_hash(key).hex() for key in late]
+        tier = engine.manager.secondary_tiers[0]
+        tier.backend = FaultyBackend(tier.backend, self._hold)
+
+    def let_go(self) -> None:
+        self.answers.set()
+        self.hands_over.set()
+
+    def _hold(self, call: str, key: str) -> Fault | None:
+        if call == "read":
+            self.reading.set()
+            assert self.hands_over.wait(SECONDS), "the test never let it hand over"
+        elif call == "count" and any(each in key for each in self._late):
+            assert self.answers.wait(SECONDS), "the test never let it answer"
+        return None
 
 
 def bytes_of(key: OffloadKey) -> Any:
@@ -180,6 +218,12 @@ def ended(client: SyncClient, operation: pb.CacheOperation) -> pb.CacheOperation
         operation = message.operations[-1] if message.operations else operation
     assert operation.quiescent
     return operation
+
+
+def row(client: SyncClient, operation: pb.CacheOperation) -> pb.CacheOperation:
+    """As it is now."""
+    (found,) = [each for each in client.list_operations() if each.operation_id == operation.operation_id]
+    return found
 
 
 def start(client: SyncClient, tokens: Sequence[int], timeout: float | None = None) -> pb.CacheOperation:
