@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.client import SyncClient
+from kvgrpc.engines.vllm.scheduler import UNUSED
 from tests.engines.engine import LOCAL
 from tests.engines.model import Reference
 from tests.engines.scripts import EXAMPLES, Script, get, post
 from tests.engines.vllm_engine import WITHOUT_GPU, VllmEngine
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(500)
 API_SERVERS = 2  # of decode
@@ -118,6 +120,28 @@ def test_both_engines_export_what_was_handed_over(served: Served) -> None:
         assert float(count) >= 3
         (nbytes,) = re.findall(r"vllm:kvgrpc_handoff_bytes_total\{[^}]*\} (\S+)", get(port, "/metrics"))
         assert float(nbytes) > 0
+
+
+def test_a_request_that_cannot_use_its_prefill_is_told_in_the_answer_the_metrics_and_the_log(
+    served: Served, reference: Reference
+) -> None:
+    """It comes from another connector's prefill. The requests before it, which used theirs, are not counted."""
+
+    def counted() -> list[tuple[str, float]]:
+        found = re.findall(r"vllm:kvgrpc_prefills_unused_total\{([^}]*)\} (\S+)", get(served.decode, "/metrics"))
+        return [(re.sub(r'.*reason="(\w+)".*', r"\1", labels), float(count)) for labels, count in found]
+
+    (_, decode, _), case = served.scripts, reference.case(100)
+    assert counted() == []
+    foreign = {"do_remote_prefill": True, "remote_engine_id": "other", "remote_block_ids": [[1, 2, 3, 4]]}
+    asked = {"max_tokens": len(case.tokens), "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    prompt = {"model": served.model, "prompt": case.prompt, "kv_transfer_params": foreign}
+    answer = post(served.decode, "/v1/completions", {**prompt, **asked})
+    assert answer["choices"][0]["token_ids"] == case.tokens
+    assert "comes without transfer_id, remote_bootstrap_addr" in answer["kv_transfer_params"][UNUSED]
+    wait_until(lambda: counted() == [("parameters", 1.0)])
+    lines = decode.log.read_text(errors="replace").splitlines()
+    assert len([line for line in lines if "does not use what prefill computed" in line]) == 1
 
 
 def test_the_bootstrap_port_answers_proxies_and_people(served: Served) -> None:

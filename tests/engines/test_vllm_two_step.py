@@ -12,8 +12,9 @@ import pytest
 from kvgrpc.engines.vllm.scheduler import UNUSED
 from tests.engines.engine import Engine
 from tests.engines.model import Case, Reference
-from tests.engines.vllm_engine import BLOCK, CONNECTOR, VllmPair
+from tests.engines.vllm_engine import BLOCK, CONNECTOR, VllmEngine, VllmPair
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 # What the toy proxy asks prefill.
@@ -29,7 +30,7 @@ ASKED = {
 
 @pytest.fixture(scope="module")
 def pair(folder: Path, reference: Reference) -> Iterator[VllmPair]:
-    """One of the two inside MultiConnector, beside a connector of vLLM's own."""
+    """One of the two inside MultiConnector, beside a connector of vLLM's own; each gives and takes, see ``sides``."""
     store = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
@@ -42,12 +43,18 @@ def pair(folder: Path, reference: Reference) -> Iterator[VllmPair]:
         folder,
         reference.path,
         transfer={},
-        prefill={"transfer": {**inside, "kv_role": "kv_both"}},
+        prefill={"disable_log_stats": False, "transfer": {**inside, "kv_role": "kv_both"}},
         decode={"disable_log_stats": False, "transfer": {**ours, **other_port}},
     )
     pair.wait_ready()
     yield pair
     pair.close()
+
+
+@pytest.fixture(params=["prefill", "decode"])
+def sides(request: pytest.FixtureRequest, pair: VllmPair) -> tuple[VllmEngine, VllmEngine]:
+    """Who computes prompts, and who decodes; the parameter is which of them is inside MultiConnector."""
+    return (pair.prefill, pair.decode) if request.param == "prefill" else (pair.decode, pair.prefill)
 
 
 def through(first: Engine, second: Engine, case: Case, other: Case) -> None:
@@ -64,35 +71,39 @@ def through(first: Engine, second: Engine, case: Case, other: Case) -> None:
 
 
 @pytest.mark.parametrize("length", [3, BLOCK, 100, 300])
-def test_decode_uses_what_prefill_computed(pair: VllmPair, reference: Reference, length: int) -> None:
-    through(pair.prefill, pair.decode, reference.case(length), reference.case(length))
-    assert pair.prefill.is_empty() and pair.decode.is_empty()
-
-
-def test_an_engine_of_both_roles_serves_the_other_way_round_too(pair: VllmPair, reference: Reference) -> None:
-    through(pair.decode, pair.prefill, reference.case(100), reference.case(100))
-    assert pair.prefill.is_empty() and pair.decode.is_empty()
+def test_decode_uses_what_prefill_computed(
+    sides: tuple[VllmEngine, VllmEngine], reference: Reference, length: int
+) -> None:
+    first, second = sides
+    through(first, second, reference.case(length), reference.case(length))
+    assert first.is_empty() and second.is_empty()
 
 
 @pytest.mark.parametrize("samples", [2, 5])
-def test_parallel_samples_take_the_prompt_once(pair: VllmPair, reference: Reference, samples: int) -> None:
+def test_parallel_samples_take_the_prompt_once(
+    sides: tuple[VllmEngine, VllmEngine], reference: Reference, samples: int
+) -> None:
     """Decode is told another prompt, but for the last block: who computed it would have other tokens."""
+    first, second = sides
     case = reference.case(3 * BLOCK + 5)
     told = [*reference.case(3 * BLOCK).prompt, *case.prompt[3 * BLOCK :]]
-    prefill = pair.prefill.generate_samples(case.prompt, 1, samples, **ASKED)
+    prefill = first.generate_samples(case.prompt, 1, samples, **ASKED)
     prefill.result()
-    decode = pair.decode.generate_samples(told, len(case.tokens), samples, **prefill.value["answered"])
+    decode = second.generate_samples(told, len(case.tokens), samples, **prefill.value["answered"])
     decode.result()
     assert decode.value["tokens"] == [case.tokens] * samples
-    assert pair.prefill.is_empty() and pair.decode.is_empty()
+    assert first.is_empty() and second.is_empty()
 
 
-def test_who_cannot_use_its_prefill_is_told(pair: VllmPair, reference: Reference) -> None:
+def test_who_cannot_use_its_prefill_is_told(sides: tuple[VllmEngine, VllmEngine], reference: Reference) -> None:
     """What another connector's prefill answers."""
-    case = reference.case(100)
+    (_, engine), case = sides, reference.case(100)
+    before = engine.counted("vllm:kvgrpc_prefills_unused")
     foreign = {**ASKED, "do_remote_decode": False, "do_remote_prefill": True, "remote_block_ids": [[1, 2, 3, 4]]}
-    decode = pair.decode.generate(case.prompt, len(case.tokens), **foreign)
+    decode = engine.generate(case.prompt, len(case.tokens), **foreign)
     assert decode.result() == case.tokens
     assert list(decode.value) == [UNUSED] and "transfer_id, remote_bootstrap_addr" in decode.value[UNUSED]
-    assert "does not use what prefill computed" in pair.decode.log()
-    assert pair.decode.is_empty()
+    assert "does not use what prefill computed" in engine.log()
+    wait_until(lambda: engine.counted("vllm:kvgrpc_prefills_unused", reason="parameters") == before + 1)
+    assert engine.counted("vllm:kvgrpc_prefills_unused") == before + 1
+    assert engine.is_empty()

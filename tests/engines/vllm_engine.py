@@ -49,8 +49,12 @@ class VllmEngine(Engine):
         }
 
     def accepted(self) -> int:
-        """Tokens of drafts that were the model's own, so far, where it counts them (disable_log_stats)."""
-        asked = self._ask("accepted")
+        """Tokens of drafts that were the model's own, so far."""
+        return self.counted("vllm:spec_decode_num_accepted_tokens")
+
+    def counted(self, name: str, **labels: str) -> int:
+        """A counter of its metrics, without its ``_total``, where it has any (disable_log_stats)."""
+        asked = self._ask("counted", name=name, labels=labels)
         asked.result()
         return int(asked.value)
 

@@ -65,12 +65,13 @@ class VllmWorker(Worker):
             answered = output.kv_transfer_params
         return {"tokens": [list(each.token_ids) for each in output.outputs], "answered": answered}
 
-    async def _accepted(self, message: dict[str, Any]) -> int:
-        """Tokens of drafts that were the model's own, so far."""
-        from vllm.v1.metrics.reader import get_metrics_snapshot
+    async def _counted(self, message: dict[str, Any]) -> int:
+        """A counter, with all labels that it has beside those that are named."""
+        from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
 
-        counted = {metric.name: getattr(metric, "value", 0) for metric in get_metrics_snapshot()}
-        return int(counted["vllm:spec_decode_num_accepted_tokens"])
+        counters = [each for each in get_metrics_snapshot() if isinstance(each, Counter)]
+        wanted = message["labels"].items()
+        return sum(each.value for each in counters if each.name == message["name"] and wanted <= each.labels.items())
 
     async def _used(self, message: dict[str, Any]) -> int:
         return 0
