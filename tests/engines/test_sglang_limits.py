@@ -5,16 +5,19 @@ Over the modules of the real SGLang; no engine is started.
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt import runtime_context
-from sglang.srt.arg_groups.arg_utils import namespace_of
+from sglang.srt.arg_groups.arg_utils import Derived, namespace_of
+from sglang.srt.arg_groups.fields.parallel import Parallel
 from sglang.srt.disaggregation import decode
-from sglang.srt.disaggregation.base.conn import StateType
+from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -27,7 +30,14 @@ from kvgrpc.engines.sglang.plugin import RELEASE_TIMEOUT, install
 from kvgrpc.errors import FeatureDisabled
 
 SERVED: dict[str, dict[str, Any]] = {
-    "parallel": {"pp_size": 1, "attn_cp_size": 1, "attn_dcp_size": 1, "enable_kv_cache_sharding": False},
+    "parallel": {
+        "pp_size": 1,
+        "attn_cp_size": 1,
+        "attn_dcp_size": 1,
+        "enable_kv_cache_sharding": False,
+        "enable_dsa_cache_layer_split": False,
+        "enable_cp_tp_group_sharing": False,
+    },
     "disagg": {
         "enable_pd_role_switch": False,
         "disaggregation_decode_allocation_policy": "early",
@@ -114,10 +124,20 @@ def test_what_an_older_sglang_has_by_default_is_served(
 
 
 def test_the_settings_have_the_names_of_sglangs_arguments() -> None:
-    places = namespace_of(ServerArgs)
-    for where in ("disagg", "serving", "memory", "spec"):
-        assert {name: places.get(name) for name in SERVED[where]} == dict.fromkeys(SERVED[where], where)
+    """Where SGLang calls one otherwise it would be served in silence."""
+    computed = [name for name, value in vars(Parallel).items() if isinstance(value, Derived)]
+    places = {**namespace_of(ServerArgs), **dict.fromkeys(computed, "parallel")}
+    for where, settings in SERVED.items():
+        assert {name: places.get(name) for name in settings} == dict.fromkeys(settings, where)
     assert places["enable_memory_saver"] == "exec.features"
+
+
+def test_each_name_that_may_be_missing_in_sglang_is_one_of_its_own() -> None:
+    """All that the limits look at by name: settings, variables, and what a rank says of its memory."""
+    names = set(re.findall(r'\b(?:has|getattr|is_set)\((?:[\w()]+, )?"(\w+)"', inspect.getsource(limits)))
+    names |= {limits._HOST_THRESHOLD, limits.ALL_SEND}
+    known = {*SERVED["parallel"], *namespace_of(ServerArgs), *KVArgs.__annotations__, *dir(envs)}
+    assert len(names) > 20 and names - known == set()
 
 
 @pytest.mark.parametrize(

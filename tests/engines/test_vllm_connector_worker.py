@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from vllm import _custom_ops
-from vllm.config import AttentionConfig, KVTransferConfig, ModelConfig, VllmConfig
+from vllm.config import (
+    AttentionConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
@@ -173,8 +180,16 @@ def test_the_settings_that_are_looked_at_have_the_names_of_vllms() -> None:
         (MLAAttentionSpec, "cache_role"),
         (MLAAttentionSpec, "tokens_per_state"),
         (VllmConfig, "speculative_config"),
+        (VllmConfig, "attention_config"),
+        (SpeculativeConfig, "method"),
+        (MambaSpec, "mamba_type"),
+        (ParallelConfig, "pipeline_parallel_size"),
+        (ParallelConfig, "decode_context_parallel_size"),
+        (ParallelConfig, "prefill_context_parallel_size"),
+        (ParallelConfig, "data_parallel_index"),
     ):
         assert name in {field.name for field in fields(kind)}
+    assert SlidingWindowMLASpec.prefix_replay_tokens
     assert KVTransferConfig().kv_buffer_device == current_platform.device_type
 
 
