@@ -29,8 +29,12 @@ pytestmark = pytest.mark.timeout(1000)
 # docs/engines/sglang.md, "Faults": prefill ends a request of a dead decode after 10 s, and the router tries again, with
 # its defaults as often as not at the dead one. Without that it waited for prefill's 300 s.
 CLIENT_SECONDS = 60.0
-# Under load, with as many tries as the router makes: what they may take at most.
-PATIENT_SECONDS = 150.0
+# What a try at a killed engine takes until the router hears of it: prefill ends a request that no decode names after
+# 10 s, and decode one whose prefill cannot be reached after 5 s (docs/session/loss.md).
+TRY_SECONDS = {"decode": 10.0, "prefill": 5.0}
+TRIES = 5  # by the router's defaults
+# For the one that serves, and for a machine on which an engine starts meanwhile.
+BUSY_SECONDS = 20.0
 CLIENTS = 3
 
 
@@ -97,8 +101,8 @@ class Deployment:
         return post(self.router, "/generate", {**body, "sampling_params": sampling}, seconds)
 
     @contextmanager
-    def asked_meanwhile(self, cases: list[Case]) -> Iterator[list[tuple[Case, Answer]]]:
-        """Clients that ask one request after the other, and what they got."""
+    def asked_meanwhile(self, cases: list[Case], seconds: float) -> Iterator[list[tuple[Case, Answer]]]:
+        """Clients that ask one request after the other and wait so long for each, and what they got."""
         answers: list[tuple[Case, Answer]] = []
         over = threading.Event()
 
@@ -106,7 +110,7 @@ class Deployment:
             for case in itertools.cycle(own):
                 if over.is_set():
                     return
-                answers.append((case, self.ask(case, PATIENT_SECONDS)))
+                answers.append((case, self.ask(case, seconds)))
 
         threads = [threading.Thread(target=ask_on, args=(cases[number::CLIENTS],)) for number in range(CLIENTS)]
         for thread in threads:
@@ -199,13 +203,16 @@ def test_samples_batches_and_log_probabilities_come_through_it(deployment: Deplo
     assert [token for _, token, *_ in told] == case.tokens
 
 
+@pytest.mark.parametrize("number", [0, 1], ids=["the first", "the second"])
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_one_that_was_killed_under_load_and_comes_back_serves_again(
-    deployment: Deployment, reference: Reference, role: str
+    deployment: Deployment, reference: Reference, role: str, number: int
 ) -> None:
-    """No request hangs, and none has wrong tokens."""
-    place = deployment.decodes[1] if role == "decode" else deployment.prefills[1]
-    with deployment.asked_meanwhile([reference.case(length) for length in (40, 100, 200) * 4]) as answers:
+    """No request hangs, none has wrong tokens, and hardly one is lost."""
+    place = (deployment.decodes if role == "decode" else deployment.prefills)[number]
+    most = TRIES * TRY_SECONDS[role] + BUSY_SECONDS
+    cases = [reference.case(length) for length in (40, 100, 200) * 4]
+    with deployment.asked_meanwhile(cases, most) as answers:
         time.sleep(5)  # of load before the kill
         place.kill()
         place.start_again()
@@ -214,9 +221,11 @@ def test_one_that_was_killed_under_load_and_comes_back_serves_again(
     slowest = max(answer.seconds for _, answer in answers)
     print(f"{role}: {len(answers)} requests, {[answer.status for answer in bad]}, the slowest {slowest:.1f} s")
     for case, answer in answers:
-        assert answer.status, f"no answer in {PATIENT_SECONDS:g} s\n{deployment.scripts[0].tail()}"
+        assert answer.status, f"no answer in {most:g} s\n{deployment.scripts[0].tail()}"
         assert answer.status >= 500 or answer.tokens == case.tokens
-    assert len(bad) <= len(answers) // 2
+    # What the kill cuts off, one request of each client, the router tries again. Any is lost only if all its tries go
+    # to the killed engine, which the router leaves out after ten failures.
+    assert len(bad) <= CLIENTS
     cases = [reference.case(60) for _ in range(6)]
     assert [answer.tokens for answer in deployment.ask_at_once(cases)] == [case.tokens for case in cases]
 
@@ -230,4 +239,5 @@ def test_after_a_decode_was_killed_no_request_hangs(deployment: Deployment, refe
     for case, answer in zip(cases, answers, strict=True):
         assert answer.status, f"no answer in {CLIENT_SECONDS:g} s\n{deployment.scripts[-1].tail()}"
         assert answer.tokens == case.tokens or answer.status >= 500
-    assert any(answer.status == 200 for answer in answers)
+    # Those that the router sends to the live one first, each second one.
+    assert sum(answer.status == 200 for answer in answers) >= len(cases) // 2
