@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import socket
 import struct
 import threading
@@ -30,7 +31,6 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg
 
 from kvgrpc.engines.sglang.manager import EveryPrefill
-from kvgrpc.engines.sglang.plugin import with_member
 
 BACKEND = "bare"
 HEADER = struct.Struct("<QII")  # room, aux row, number of pages or bytes that follow
@@ -49,6 +49,12 @@ def add_backend(name: str, manager: type[BareManager]) -> None:
     add_disagg_transfer_backend_choices([name])
     HookRegistry.register(f"{utils}.TransferBackend", with_member(TransferBackend, name), HookType.REPLACE)
     HookRegistry.register(f"{utils}.get_kv_class", partial(_kv_class, name, manager), HookType.AROUND)
+
+
+def with_member(backends: type[enum.Enum], name: str) -> type[enum.Enum]:
+    """The same enumeration with one member more; an enumeration that has members cannot be extended."""
+    members = {member.name: member.value for member in backends}
+    return enum.Enum(backends.__name__, {**members, name.upper(): name})  # type: ignore[return-value]
 
 
 class BareManager(BaseKVManager):

@@ -24,7 +24,8 @@ from sglang.srt.disaggregation.kv_events import (
 
 from kvgrpc.client import EventFollower, SyncClient
 from kvgrpc.client.watch import Payloads
-from kvgrpc.engines.sglang.events import KvGrpcPublisher, register_publisher
+from kvgrpc.engines.sglang.events import KvGrpcPublisher
+from kvgrpc.engines.sglang.plugin import add_publisher
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.codec import decode_batch
 from kvgrpc.events.model import BlockRemoved as Removed
@@ -86,7 +87,7 @@ def _replay(port: int) -> list[tuple[int, bytes]]:
 
 def test_the_same_batches_have_the_same_bytes_and_are_described_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVGRPC_EVENTS", json.dumps({"clear_first": False}))
-    register_publisher()
+    add_publisher()
     published, described = [], []
     for name in ("zmq", "kvgrpc"):
         port, replay = free_port(), free_port()

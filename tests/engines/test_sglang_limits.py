@@ -404,7 +404,7 @@ def test_sglangs_decode_holds_pages_of_a_failed_request_until_nobody_writes_wher
     for module in (runtime_context, decode):
         monkeypatch.setattr(module, "get_disagg", lambda: disagg)
         monkeypatch.setattr(module, "get_parallel", lambda: parallel)
-    install(environment)
+    install(environment, ["--disaggregation-transfer-backend", "kvgrpc"])
     monkeypatch.setattr(HookRegistry, "_hooks", {target: HookRegistry._hooks[target]})
     HookRegistry.apply_hooks()
     made = queue(None, None, SimpleNamespace(spec_algorithm=None), None)

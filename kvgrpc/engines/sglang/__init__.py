@@ -17,7 +17,7 @@ _ROUTE, _NAME = "KVGRPC_SGLANG", "kvgrpc"
 
 def register() -> None:
     """SGLang's plug-in function: makes the names of kvgrpc known. Whether this SGLang has what they need is looked at
-    when it asks for one of them.
+    when somebody asks for one of them.
 
     Where that fails and somebody asked for kvgrpc, it ends this process with one line that says why: SGLang only logs
     what its plug-ins raise, and would move KV caches over something that nobody asked for. Else it is not in the way.
@@ -25,7 +25,7 @@ def register() -> None:
     try:
         from kvgrpc.engines.sglang.plugin import install
 
-        install(os.environ)
+        install(os.environ, sys.argv)
     except BaseException as error:
         why = f"kvgrpc cannot serve this SGLang: {error or type(error).__name__}"
         if is_asked(os.environ, sys.argv):
@@ -35,8 +35,15 @@ def register() -> None:
 
 
 def is_asked(environment: Mapping[str, str], arguments: Sequence[str]) -> bool:
-    """True if an operator names kvgrpc: by the route, as the transfer backend or the publisher of KV events, or by the
-    address of its cache."""
-    if environment.get(CACHE_LISTEN) or environment.get(_ROUTE, "off") != "off":
+    """True if an operator names kvgrpc: as the transfer backend or the publisher of KV events, or by the address of its
+    cache."""
+    if environment.get(CACHE_LISTEN) or is_chosen(environment, arguments):
         return True
-    return any(text == _NAME or text.endswith(f"={_NAME}") or f'"{_NAME}"' in text for text in arguments)
+    return any(f'"{_NAME}"' in text for text in arguments)
+
+
+def is_chosen(environment: Mapping[str, str], arguments: Sequence[str]) -> bool:
+    """True if they choose it as the transfer backend: by the route, or by its name."""
+    if environment.get(_ROUTE, "off") != "off":
+        return True
+    return any(text == _NAME or text.endswith(f"={_NAME}") for text in arguments)

@@ -13,7 +13,7 @@ import os
 import socket
 from typing import Any
 
-from sglang.srt.disaggregation.kv_events import EventPublisher, EventPublisherFactory
+from sglang.srt.disaggregation.kv_events import EventPublisher
 
 from kvgrpc.engines.addresses import engine_name, for_rank
 from kvgrpc.engines.compatibility import EVENTS, SGLANG, check
@@ -23,14 +23,7 @@ from kvgrpc.model import RankId, RankRef, new_epoch
 from kvgrpc.server import EventServer, settings
 
 logger = logging.getLogger("sglang." + __name__)
-NAME = "kvgrpc"
 LISTEN = "KVGRPC_EVENTS_LISTEN"
-
-
-def register_publisher() -> None:
-    """Makes the name known to SGLang's factory, in this process."""
-    with contextlib.suppress(KeyError):  # registered already
-        EventPublisherFactory.register_publisher(NAME, KvGrpcPublisher)
 
 
 class KvGrpcPublisher(EventPublisher):

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
-from collections.abc import Callable, MutableMapping
+import pkgutil
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from kvgrpc.engines.compatibility import DECODE_STAGES, EVENTS, HAND_OFFS, ORDERS, SGLANG, check, missing, refusal
-from kvgrpc.engines.sglang import CACHE_LISTEN
-from kvgrpc.engines.sglang.cache.hooks import register_orders
+from kvgrpc.engines.sglang import CACHE_LISTEN, is_chosen
 from kvgrpc.engines.sglang.samples import counting, naming_attempt, numbered
-from kvgrpc.engines.sglang.stages.decode import ending, over
-from kvgrpc.errors import InvalidRequest
+from kvgrpc.errors import FeatureDisabled, InvalidRequest
 
 ROUTE = "KVGRPC_SGLANG"
 BACKEND = "kvgrpc"
-_UTILS = "sglang.srt.disaggregation.utils"
+_BACKENDS = "sglang.srt.disaggregation.utils.TransferBackend"
+_GET_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
 _DECODE_QUEUE = "sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__"
 RELEASE_TIMEOUT = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
 _HOLD_SECONDS = 3600
@@ -27,23 +28,24 @@ _MAKE_ENDS = (
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue",
 )
 _STAGES = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"
-_HOOKED = (
+_RUST = "SGLANG_RUST_SERVER"
+_RUST_ASKS = "sglang.srt.managers.disagg_service.rust_server_serves_kv_bootstrap"
+# Without these nobody can ask for us; and what is hooked where somebody does.
+_NAMED = (
     "sglang.srt.plugins.hook_registry.HookRegistry.register",
     "sglang.srt.arg_groups.choices.add_disagg_transfer_backend_choices",
-    f"{_UTILS}.TransferBackend",
-    f"{_UTILS}.get_kv_class",
-    _DECODE_QUEUE,
-    _ONE_OF_BATCH,
-    _NEW_RID,
-    *_MAKE_ENDS,
+    _BACKENDS,
 )
+_HOOKED = (_GET_CLASS, _DECODE_QUEUE, _ONE_OF_BATCH, _NEW_RID, *_MAKE_ENDS)
 
 
-def install(environment: MutableMapping[str, str]) -> None:
-    """Registers the hooks; SGLang applies them when all its plug-ins ran.
+def install(environment: MutableMapping[str, str], arguments: Sequence[str] = ()) -> None:
+    """Makes our names known, and where somebody chooses our backend registers the hooks that it stands on; SGLang
+    applies them when all its plug-ins ran.
 
     ``KVGRPC_SGLANG`` in the environment: "backend" (the default) adds the transfer backend "kvgrpc"; "mooncake" takes
     the place of SGLang's own Mooncake backend, for the features of SGLang that ask for that name; "off" does nothing.
+    ``arguments``: of the command line.
     Raises FeatureDisabled for an SGLang that lacks what the names themselves need, and with "mooncake", where nobody
     would notice that it is SGLang's own, for one that lacks anything; InvalidRequest for another route.
     """
@@ -52,48 +54,134 @@ def install(environment: MutableMapping[str, str]) -> None:
         return
     if route not in ("backend", "mooncake"):
         raise InvalidRequest.of(ROUTE, route, "backend, mooncake or off")
+    chosen = is_chosen(environment, arguments)
     if route == "mooncake":
         check(SGLANG, HAND_OFFS)
-    for gone in missing({name: SGLANG.needs[HAND_OFFS][name] for name in _HOOKED}):
-        raise refusal(SGLANG, gone)
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
+    _look_for(*_NAMED, *(_HOOKED if chosen else ()))
     if route == "backend":
-        from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
-        from sglang.srt.disaggregation.utils import TransferBackend
-
-        add_disagg_transfer_backend_choices([BACKEND])
-        HookRegistry.register(f"{_UTILS}.TransferBackend", with_member(TransferBackend, BACKEND), HookType.REPLACE)
-    _register_publisher()
+        _add_name((lambda: None) if chosen else functools.partial(_hook_late, environment))
+        if environment.get(_RUST) and not any(missing({_RUST_ASKS: ""})):
+            _ask_before_rust()
+    if chosen:
+        _register(hooks(BACKEND if route == "backend" else "mooncake", environment))
+    add_publisher()
     if environment.get(CACHE_LISTEN):
         check(SGLANG, ORDERS)
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        from kvgrpc.engines.sglang.cache.hooks import register_orders
+
         register_orders(environment[CACHE_LISTEN], HookRegistry, HookType)
-    ours = BACKEND if route == "backend" else "mooncake"
-    HookRegistry.register(f"{_UTILS}.get_kv_class", class_chooser(ours), HookType.AROUND)
-    HookRegistry.register(_DECODE_QUEUE, page_holder(ours, environment), HookType.BEFORE)
-    HookRegistry.register(_ONE_OF_BATCH, counting(lambda: serves(ours)), HookType.AFTER)
-    HookRegistry.register(_NEW_RID, numbered, HookType.AROUND)
-    for makes in _MAKE_ENDS:
-        HookRegistry.register(makes, naming_attempt, HookType.AROUND)
+
+
+def _look_for(*names: str) -> None:
+    for gone in missing({name: SGLANG.needs[HAND_OFFS][name] for name in names}):
+        raise refusal(SGLANG, gone)
+
+
+def _add_name(choose: Callable[[], None]) -> None:
+    """``choose`` is called when SGLang first makes a backend of our name, before it does anything with it."""
+    from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    add_disagg_transfer_backend_choices([BACKEND])
+    HookRegistry.register(f"{_BACKENDS}._missing_", one_more(_backends, BACKEND, choose), HookType.AROUND)
+
+
+def _backends() -> type[enum.Enum]:
+    """Returns SGLang's enumeration as it is now; another plug-in may have replaced it."""
+    return pkgutil.resolve_name(_BACKENDS)  # type: ignore[no-any-return]
+
+
+def _ask_before_rust() -> None:
+    """SGLang's Rust server takes hold of ``get_kv_class`` before it makes a backend of the name."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def make_backend(transfer_backend: str) -> None:
+        _backends()(transfer_backend)
+
+    HookRegistry.register(_RUST_ASKS, make_backend, HookType.BEFORE)
+
+
+def one_more(backends: Callable[[], type[enum.Enum]], name: str, choose: Callable[[], None]) -> Callable[..., Any]:
+    """A hook around ``_missing_`` of an enumeration, which Python asks for a value that no member has: one more of that
+    name, made once. An enumeration that has members cannot be extended."""
+
+    @functools.cache
+    def ours() -> enum.Enum:
+        choose()
+        member: enum.Enum = object.__new__(backends())
+        member._name_, member._value_ = name.upper(), name
+        return member
+
+    def missing_member(original: Callable[[object], Any], value: object) -> Any:
+        return ours() if value == name else original(value)
+
+    return missing_member
+
+
+def hooks(backend: str, environment: MutableMapping[str, str]) -> Mapping[str, tuple[Callable[..., Any], str]]:
+    """Returns, by the function of SGLang, our hook for hand-offs over ``backend`` and SGLang's name of its kind."""
+    is_ours = functools.partial(serves, backend)
+    found: dict[str, tuple[Callable[..., Any], str]] = {
+        _GET_CLASS: (class_chooser(backend), "AROUND"),
+        _DECODE_QUEUE: (page_holder(backend, environment), "BEFORE"),
+        _ONE_OF_BATCH: (counting(is_ours), "AFTER"),
+        _NEW_RID: (numbered, "AROUND"),
+        **{makes: (naming_attempt, "AROUND") for makes in _MAKE_ENDS},
+    }
     if not any(missing(SGLANG.needs[DECODE_STAGES])):  # without, the manager refuses them
-        is_ours = functools.partial(serves, ours)
-        HookRegistry.register(f"{_STAGES}._pp_pd_get_decode_transferred_ids", over(is_ours), HookType.AROUND)
-        HookRegistry.register(f"{_STAGES}.process_decode_transfer_queue", ending(is_ours), HookType.AROUND)
+        from kvgrpc.engines.sglang.stages.decode import ending, over
+
+        found[f"{_STAGES}._pp_pd_get_decode_transferred_ids"] = over(is_ours), "AROUND"
+        found[f"{_STAGES}.process_decode_transfer_queue"] = ending(is_ours), "AROUND"
+    return found
 
 
-def _register_publisher() -> None:
+def _register(hooked: Mapping[str, tuple[Callable[..., Any], str]]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, (hook, kind) in hooked.items():
+        HookRegistry.register(target, hook, HookType[kind])
+
+
+def _hook_late(environment: MutableMapping[str, str]) -> None:
+    """The backend is chosen where no command line says so: in a file, or by SGLang's ``Engine`` in Python. SGLang has
+    applied the hooks of all plug-ins by then, and adds none to a function that has some.
+
+    Raises FeatureDisabled for an SGLang that lacks something, and where another plug-in has hooked the same.
+    """
+    check(SGLANG, HAND_OFFS)
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    hooked = hooks(BACKEND, environment)
+    before = {target: pkgutil.resolve_name(target) for target in hooked}
+    _register(hooked)
+    HookRegistry.apply_hooks()
+    for target, was in before.items():
+        if pkgutil.resolve_name(target) is was:
+            remedy = f"set {ROUTE}=backend"
+            raise FeatureDisabled(
+                f"kvgrpc came too late to {target}, which another plug-in has hooked; {remedy}",
+                metadata={"feature": BACKEND, "howToEnable": remedy},
+            )
+
+
+def add_publisher() -> None:
     """A publisher of KV events is another feature: an SGLang without it refuses the name where somebody says it."""
     if any(missing(SGLANG.needs[EVENTS])):
         return
-    from kvgrpc.engines.sglang.events import register_publisher
+    from sglang.srt.disaggregation.kv_events import EventPublisherFactory
 
-    register_publisher()
+    with contextlib.suppress(KeyError):  # registered already
+        EventPublisherFactory.register_publisher(BACKEND, publisher)
 
 
-def with_member(backends: type[enum.Enum], name: str) -> type[enum.Enum]:
-    """The same enumeration with one member more; an enumeration that has members cannot be extended."""
-    members = {member.name: member.value for member in backends}
-    return enum.Enum(backends.__name__, {**members, name.upper(): name})  # type: ignore[return-value]
+def publisher(**sglang: Any) -> Any:
+    """Made by SGLang's scheduler, of its configuration. Raises what KvGrpcPublisher raises."""
+    from kvgrpc.engines.sglang.events import KvGrpcPublisher
+
+    return KvGrpcPublisher(**sglang)
 
 
 def class_chooser(backend: str) -> Callable[..., Any]:

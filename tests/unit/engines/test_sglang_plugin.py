@@ -6,14 +6,16 @@ import enum
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvgrpc.engines.compatibility import HAND_OFFS, SGLANG
-from kvgrpc.engines.sglang import EX_CONFIG, is_asked, plugin
-from kvgrpc.engines.sglang.plugin import RELEASE_TIMEOUT, class_chooser, install, page_holder, with_member
-from kvgrpc.errors import InvalidRequest
+from kvgrpc.engines.sglang import EX_CONFIG, is_asked, is_chosen, plugin
+from kvgrpc.engines.sglang.plugin import RELEASE_TIMEOUT, class_chooser, install, one_more, page_holder
+from kvgrpc.errors import FeatureDisabled, InvalidRequest
 
 
 class Backend(enum.Enum):
@@ -30,10 +32,41 @@ def sglangs(backend: Backend, kind: Kind) -> str:
     return f"SGLang's {backend.value} {kind.value}"
 
 
-def test_the_new_backend_is_found_by_its_name_beside_the_old_ones() -> None:
-    extended = with_member(Backend, "kvgrpc")
-    assert [member.value for member in extended] == ["mooncake", "fake", "kvgrpc"]
-    assert extended("kvgrpc").name == "KVGRPC"
+def backends(choose: Callable[[], None]) -> type[enum.Enum]:
+    """SGLang's, as our hook answers for those that it does not know."""
+
+    class Backends(enum.Enum):
+        MOONCAKE = "mooncake"
+        NIXL = "nixl"
+
+        @classmethod
+        def _missing_(cls, value: object) -> Any:
+            return hook(super()._missing_, value)
+
+    hook = one_more(lambda: Backends, "kvgrpc", choose)
+    return Backends
+
+
+def test_the_new_backend_is_found_by_its_name_beside_the_old_ones_and_chosen_once() -> None:
+    chosen: list[str] = []
+    found = backends(lambda: chosen.append("kvgrpc"))
+    assert [found(name).name for name in ("mooncake", "nixl")] == ["MOONCAKE", "NIXL"]
+    with pytest.raises(ValueError, match="'ours' is not a valid"):
+        found("ours")
+    assert chosen == []
+    ours = found("kvgrpc")
+    assert (ours.name, ours.value, type(ours)) == ("KVGRPC", "kvgrpc", found)
+    assert found("kvgrpc") is ours and ours not in list(found) and chosen == ["kvgrpc"]
+
+
+def test_a_choice_that_is_refused_is_refused_each_time() -> None:
+    def refuse() -> None:
+        raise FeatureDisabled("it lacks something")
+
+    found = backends(refuse)
+    for _ in range(2):
+        with pytest.raises(FeatureDisabled, match="lacks something"):
+            found("kvgrpc")
 
 
 @pytest.mark.parametrize(("backend", "kind"), [(Backend.FAKE, Kind.SENDER), (Backend.MOONCAKE, Kind.KVARGS)])
@@ -73,20 +106,22 @@ def test_pages_of_a_failed_request_are_held_until_nobody_writes_to_them_unless_t
 
 
 @pytest.mark.parametrize(
-    ("environment", "arguments", "asked"),
+    ("environment", "arguments", "asked", "chosen"),
     [
-        ({}, ["launch_server", "--model-path", "/models/kvgrpc-llama"], False),
-        ({"KVGRPC_SGLANG": "off"}, [], False),
-        ({"KVGRPC_SGLANG": "mooncake"}, [], True),
-        ({}, ["--disaggregation-transfer-backend", "kvgrpc"], True),
-        ({}, ["--disaggregation-transfer-backend=kvgrpc"], True),
-        ({}, ["--kv-events-config", '{"publisher": "kvgrpc"}'], True),
+        ({}, ["launch_server", "--model-path", "/models/kvgrpc-llama"], False, False),
+        ({"KVGRPC_SGLANG": "off"}, [], False, False),
+        ({"KVGRPC_SGLANG": "mooncake"}, [], True, True),
+        ({"KVGRPC_SGLANG": "backend"}, [], True, True),
+        ({}, ["--disaggregation-transfer-backend", "kvgrpc"], True, True),
+        ({}, ["--disaggregation-transfer-backend=kvgrpc"], True, True),
+        ({}, ["--kv-events-config", '{"publisher": "kvgrpc"}'], True, False),
+        ({"KVGRPC_CACHE_LISTEN": "127.0.0.1:0"}, [], True, False),
     ],
 )
-def test_somebody_asks_for_kvgrpc_by_the_route_or_by_its_name(
-    environment: dict[str, str], arguments: list[str], asked: bool
+def test_somebody_asks_for_kvgrpc_by_the_route_or_by_its_name_and_chooses_the_backend(
+    environment: dict[str, str], arguments: list[str], asked: bool, chosen: bool
 ) -> None:
-    assert is_asked(environment, arguments) is asked
+    assert (is_asked(environment, arguments), is_chosen(environment, arguments)) == (asked, chosen)
 
 
 def test_beside_an_sglang_that_lacks_what_it_needs_it_is_not_in_the_way_of_those_who_do_not_ask() -> None:
