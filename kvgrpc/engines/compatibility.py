@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -17,7 +17,10 @@ from kvgrpc.errors import FeatureDisabled
 
 HAND_OFFS, EVENTS, STORAGE, ORDERS = "hand-offs", "KV events", "storage tier", "prefetch by routers"
 STAGES, STATES = "pipeline stages of prefill", "models with states"
-DECODE_STAGES = "pipeline stages of decode"
+DECODE_STAGES, ALL_STAGES = "pipeline stages of decode", "pipeline stages"
+TENSOR_PARALLEL, REPLICAS = "tensor parallelism", "dp ranks"
+WINDOWS, LATENTS, DRAFTS = "sliding windows", "latents (MLA)", "speculative decoding"
+_OF_BOTH = (HAND_OFFS, TENSOR_PARALLEL, REPLICAS, STATES, WINDOWS, LATENTS, DRAFTS, EVENTS, STORAGE, ORDERS)
 
 _SGLANG, _VLLM = "sglang.srt", "vllm.distributed.kv_transfer.kv_connector.v1"
 _PEERS = f"{_SGLANG}.disaggregation.base.conn"
@@ -26,6 +29,7 @@ _CORE = f"{_SGLANG}.mem_cache.unified_cache.unified_tree_core_interface.UnifiedT
 _SCHEDULER_OF_STAGES = f"{_SGLANG}.managers.scheduler_pp_mixin.SchedulerPPMixin"
 _RECEIVER = f"{_SGLANG}.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 _CONNECTOR = f"{_VLLM}.base.KVConnectorBase_V1"
+_SPECS = "vllm.v1.kv_cache_interface"
 _OFFLOAD = "vllm.v1.kv_offload"
 
 
@@ -33,21 +37,30 @@ _OFFLOAD = "vllm.v1.kv_offload"
 class Engine:
     """An engine that has an adapter.
 
-    ``tried``: versions with which real hand-offs were run. ``needs``: of each feature the names that it uses, and of
-    each name the parameters or fields without which it does not work; others may come and go.
+    ``tried``: of each version that was run the features that were; the last has all. ``needs``: of each feature the
+    names that it uses, and of each name the parameters or fields without which it does not work; others may come and
+    go.
     """
 
     title: str
     package: str
-    tried: tuple[str, ...]
+    tried: Mapping[str, Collection[str]]
     instead: str
     needs: Mapping[str, Mapping[str, str]]
+
+    @property
+    def newest(self) -> str:
+        return list(self.tried)[-1]
 
 
 SGLANG = Engine(
     title="SGLang",
     package="sglang",
-    tried=("0.5.21", "0.5.22", "0.5.23"),
+    tried={
+        "0.5.21": (HAND_OFFS,),
+        "0.5.22": (HAND_OFFS,),
+        "0.5.23": (*_OF_BOTH, STAGES, DECODE_STAGES),
+    },
     instead="use another transfer backend",
     needs={
         HAND_OFFS: {
@@ -67,7 +80,6 @@ SGLANG = Engine(
                 "state_types state_data_ptrs state_data_lens state_item_lens kv_cache_dtype_str gpu_id"
             ),
             f"{_PEERS}.KVTransferMetric": "transfer_total_bytes",
-            f"{_PEERS}.StateType": "SWA",
             f"{_PEERS}.BaseKVManager.__init__": "args disaggregation_mode server_args is_mla_backend",
             f"{_PEERS}.BaseKVSender.__init__": "mgr bootstrap_addr bootstrap_room",
             f"{_PEERS}.BaseKVSender.init": "num_kv_indices aux_index",
@@ -84,12 +96,17 @@ SGLANG = Engine(
             **dict.fromkeys(
                 (
                     f"{_SGLANG}.runtime_context.{name}"
-                    for name in ("get_device", "get_disagg", "get_exec", "get_memory", "get_parallel", "get_serving")
+                    for name in (
+                        *("get_device", "get_disagg", "get_exec", "get_memory"),
+                        *("get_parallel", "get_serving", "get_spec"),
+                    )
                 ),
                 "",
             ),
             f"{_SGLANG}.runtime_context.process_model_config": "",
         },
+        TENSOR_PARALLEL: {f"{_SGLANG}.runtime_context.get_parallel": ""},
+        REPLICAS: {f"{_SGLANG}.runtime_context.get_parallel": ""},
         STAGES: {
             f"{_SGLANG}.disaggregation.pp_consensus_store.PPConsensusStore.__init__": "pp_size pp_rank pp_group",
             f"{_SGLANG}.disaggregation.pp_consensus_store.PPConsensusStore": "collect pop",
@@ -107,6 +124,9 @@ SGLANG = Engine(
             f"{_SGLANG}.configs.mamba_utils.Mamba2StateDType": "conv temporal",
             f"{_SGLANG}.utils.cpu_has_amx_support": "",
         },
+        WINDOWS: {f"{_PEERS}.StateType": "SWA", f"{_PEERS}.KVArgs": "swa_kv_cache_layout"},
+        LATENTS: {f"{_PEERS}.BaseKVManager.__init__": "is_mla_backend"},
+        DRAFTS: {f"{_PEERS}.KVArgs": "num_draft_entries"},
         EVENTS: {
             f"{_SGLANG}.disaggregation.kv_events.EventPublisherFactory.register_publisher": "name",
             f"{_SGLANG}.disaggregation.kv_events.EventPublisher.publish": "events",
@@ -151,7 +171,11 @@ SGLANG = Engine(
 VLLM = Engine(
     title="vLLM",
     package="vllm",
-    tried=("0.31.0", "0.32.0", "0.33.0"),
+    tried={
+        "0.31.0": (HAND_OFFS,),
+        "0.32.0": (HAND_OFFS,),
+        "0.33.0": (*_OF_BOTH, ALL_STAGES),
+    },
     instead="use another kv_connector",
     needs={
         HAND_OFFS: {
@@ -176,18 +200,34 @@ VLLM = Engine(
             f"{_VLLM}.metrics.KVConnectorPromMetrics": "observe",
             f"{_VLLM}.metrics.KVConnectorStats": "aggregate reduce is_empty reset",
             "vllm.v1.metrics.utils.create_metric_per_engine": "",
-            "vllm.v1.kv_cache_interface.KVCacheConfig": "num_blocks kv_cache_groups kv_cache_layout",
-            "vllm.v1.kv_cache_interface.FullAttentionSpec": "num_kv_heads",
-            "vllm.v1.kv_cache_interface.MambaSpec": "shapes dtypes mamba_type",
-            "vllm.v1.kv_cache_interface.RSWASpec": "",
-            "vllm.v1.kv_cache_interface.ChunkedLocalAttentionSpec": "",
-            "vllm.v1.kv_cache_interface.SlidingWindowMLASpec": "",
-            "vllm.v1.kv_cache_interface.SlidingWindowSpec": "",
-            "vllm.v1.kv_cache_interface.UniformTypeKVCacheSpecs": "kv_cache_specs",
+            f"{_SPECS}.KVCacheConfig": "num_blocks kv_cache_groups kv_cache_layout",
+            f"{_SPECS}.FullAttentionSpec": "num_kv_heads",
+            f"{_SPECS}.MambaSpec": "",
+            f"{_SPECS}.RSWASpec": "",
+            f"{_SPECS}.ChunkedLocalAttentionSpec": "",
+            f"{_SPECS}.SlidingWindowMLASpec": "",
+            f"{_SPECS}.SlidingWindowSpec": "",
+            f"{_SPECS}.UniformTypeKVCacheSpecs": "kv_cache_specs",
             "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "get_block_ids",
             "vllm.v1.request.RequestStatus": "FINISHED_LENGTH_CAPPED FINISHED_STOPPED",
             "vllm.v1.request.Request": "get_skip_reading_prefix_cache",
         },
+        TENSOR_PARALLEL: {
+            "vllm.config.ParallelConfig": "tensor_parallel_size",
+            "vllm.distributed.parallel_state.get_tensor_model_parallel_rank": "",
+        },
+        REPLICAS: {"vllm.config.ParallelConfig": "data_parallel_size data_parallel_index"},
+        ALL_STAGES: {
+            "vllm.config.ParallelConfig": "pipeline_parallel_size",
+            "vllm.distributed.parallel_state.get_pp_group": "",
+        },
+        STATES: {
+            f"{_SPECS}.MambaSpec": "shapes dtypes mamba_type",
+            "vllm.model_executor.layers.mamba.mamba_utils.get_conv_state_layout": "",
+        },
+        WINDOWS: {f"{_SPECS}.SlidingWindowSpec": "", f"{_SPECS}.ChunkedLocalAttentionSpec": ""},
+        LATENTS: {"vllm.config.ModelConfig": "use_mla"},
+        DRAFTS: {"vllm.config.SpeculativeConfig": "method"},
         EVENTS: {
             "vllm.distributed.kv_events.EventPublisherFactory": "_registry",
             "vllm.distributed.kv_events.EventPublisher.publish": "events",
@@ -227,7 +267,8 @@ _warned: set[str] = set()
 
 
 def check(engine: Engine, *features: str) -> None:
-    """Somebody asks for these features. Warns once of a version that was never tried, and goes on.
+    """Somebody asks for these features. Warns of those that were never run with this version, once of each, in one
+    line, and goes on; of a version that was never run at all once.
 
     Raises FeatureDisabled, whose text has the missing thing, the version and what to do, where it cannot be served.
     """
@@ -235,29 +276,31 @@ def check(engine: Engine, *features: str) -> None:
         gone = next(missing(engine.needs[feature]), None)
         if gone is not None:
             raise refusal(engine, gone)
-    if not is_tried(engine) and engine.package not in _warned:
-        _warned.add(engine.package)
-        _log.warning("kvgrpc: %s", untried(engine))
+    new = [feature for feature in features if not is_tried(engine, feature) and feature not in _warned]
+    if new and (is_tried(engine) or not _warned):
+        _log.warning("kvgrpc: %s", untried(engine, new))
+    _warned.update(new)
 
 
 def refusal(engine: Engine, gone: str) -> FeatureDisabled:
-    remedy = f"install {engine.package}=={engine.tried[-1]} or a kvgrpc made for yours, or {engine.instead}"
+    remedy = f"install {engine.package}=={engine.newest} or a kvgrpc made for yours, or {engine.instead}"
     return FeatureDisabled(
         f"kvgrpc cannot serve this {engine.title} {version_of(engine)}: {gone}; {remedy}",
         metadata={"feature": engine.package, "howToEnable": remedy},
     )
 
 
-def untried(engine: Engine) -> str:
-    return (
-        f"{engine.title} {version_of(engine)} was never tried with this kvgrpc, which was with "
-        f"{', '.join(engine.tried)}; all names that it needs are there, so it goes on"
-    )
+def untried(engine: Engine, features: Sequence[str]) -> str:
+    version, there = f"{engine.title} {version_of(engine)}", "all names that it needs are there, so it goes on"
+    if not is_tried(engine):
+        return f"{version} was never tried with this kvgrpc, which was with {', '.join(engine.tried)}; {there}"
+    return f"{', '.join(features)}: never run with {version}, but with {engine.newest}; {there}"
 
 
-def is_tried(engine: Engine) -> bool:
+def is_tried(engine: Engine, feature: str = HAND_OFFS) -> bool:
+    """True if that was run with the engine's version that is here; no version was without hand-offs."""
     # Builds of the same release for other hardware: "0.33.0+cu130".
-    return version_of(engine).partition("+")[0] in engine.tried
+    return feature in engine.tried.get(version_of(engine).partition("+")[0], ())
 
 
 def version_of(engine: Engine) -> str:

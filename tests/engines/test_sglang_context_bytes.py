@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from kvgrpc.client import SyncClient
+from kvgrpc.engines import compatibility
 from kvgrpc.engines.sglang import limits, manager
 from kvgrpc.engines.sglang.manager import KvGrpcManager
 from kvgrpc.engines.sglang.receiver import KvGrpcReceiver
@@ -29,7 +30,9 @@ PAGES, PAGE_BYTES, PAGE = 12, 192, 16
 class Process:
     """A scheduler process of SGLang with its own memory, K and V of a layer, and our manager in it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, mode: DisaggregationMode, port: int, cp: int, cps: int) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, mode: DisaggregationMode, port: int, cp: int, cps: int, mla: bool = False
+    ) -> None:
         self.kv = [np.zeros((PAGES, PAGE_BYTES), np.uint8) for _ in range(2)]
         self.aux = np.zeros((4, 64), np.uint8)
         parallel = {
@@ -66,7 +69,7 @@ class Process:
                         patch.setattr(module, name, lambda values=values: SimpleNamespace(**values))
             patch.setattr(manager, "process_model_config", lambda: model)
             patch.setenv(limits.UNTRIED, limits.CONTEXT)
-            self.manager: Any = KvGrpcManager(self._args(), mode, None)
+            self.manager: Any = KvGrpcManager(self._args(), mode, None, mla)
 
     def _args(self) -> Any:
         return SimpleNamespace(
@@ -184,3 +187,13 @@ def test_a_lost_rank_ends_the_request(
     wait_until(lambda: agreed(senders) is KVPoll.WaitingForInput)
     processes[0].close()
     wait_until(lambda: receiver.poll() is KVPoll.Failed and senders[1].poll() is KVPoll.Failed)
+
+
+def test_what_was_never_run_with_this_sglang_is_told_in_one_line_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compatibility, "version_of", lambda engine: "0.5.22")
+    monkeypatch.setattr(compatibility, "_warned", set())
+    Process(monkeypatch, DisaggregationMode.DECODE, 1, 0, 1, mla=True).close()
+    (said,) = [message for message in caplog.messages if "never" in message]
+    assert said.startswith("kvgrpc: latents (MLA): never run with SGLang 0.5.22, but with 0.5.23; ")

@@ -23,6 +23,17 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 
+from kvgrpc.engines.compatibility import (
+    DECODE_STAGES,
+    DRAFTS,
+    HAND_OFFS,
+    LATENTS,
+    REPLICAS,
+    STAGES,
+    STATES,
+    TENSOR_PARALLEL,
+    WINDOWS,
+)
 from kvgrpc.engines.sglang import limits, manager
 from kvgrpc.engines.sglang.cache import opening
 from kvgrpc.engines.sglang.manager import EveryPrefill, KvGrpcManager
@@ -359,6 +370,29 @@ def test_prefill_may_say_that_requests_go_to_dp_ranks_of_the_routers_choice(
     settings["disagg"]["disaggregation_mode"] = "prefill"
     with envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.override(True):
         limits.check_supported(kv_args())
+
+
+@pytest.mark.parametrize(
+    ("given", "states", "mla", "uses"),
+    [
+        ({}, (), False, []),
+        ({"attn_tp_size": 2}, (), False, [TENSOR_PARALLEL]),
+        ({"attn_dp_size": 2}, (), True, [REPLICAS, LATENTS]),
+        ({"dp_size": 2}, (), False, [REPLICAS]),
+        ({"pp_size": 2}, (), False, [DECODE_STAGES]),
+        ({"pp_size": 2, "disaggregation_mode": "prefill"}, (), False, [STAGES]),
+        ({}, (StateType.MAMBA,), False, [STATES]),
+        ({}, (StateType.SWA,), False, [WINDOWS]),
+        ({"speculative_algorithm": "EAGLE"}, (), False, [DRAFTS]),
+    ],
+)
+def test_features_of_which_an_sglang_is_looked_at_are_those_that_the_engine_uses(
+    settings: dict[str, dict[str, Any]], given: dict[str, Any], states: Any, mla: bool, uses: list[str]
+) -> None:
+    settings["parallel"].update(attn_tp_size=1, attn_dp_size=1, dp_size=None)
+    for name, value in given.items():
+        next(where for where in settings.values() if name in where)[name] = value
+    assert limits.features_of(kv_args(*states, layout="nhd"), mla) == [HAND_OFFS, *uses]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
@@ -35,9 +36,21 @@ from vllm.v1.kv_cache_interface import (
     SparseCacheRole,
 )
 
+from kvgrpc.engines import compatibility
+from kvgrpc.engines.compatibility import (
+    ALL_STAGES,
+    DRAFTS,
+    HAND_OFFS,
+    LATENTS,
+    REPLICAS,
+    STATES,
+    TENSOR_PARALLEL,
+    WINDOWS,
+)
 from kvgrpc.engines.vllm.bootstrap import Bootstrap
+from kvgrpc.engines.vllm.connector import KvGrpcConnector
 from kvgrpc.engines.vllm.groups import groups_of
-from kvgrpc.engines.vllm.limits import check_supported
+from kvgrpc.engines.vllm.limits import check_supported, features_of
 from kvgrpc.engines.vllm.rank import (
     WorkerProcess,
     bootstrap_address,
@@ -191,6 +204,43 @@ def test_the_settings_that_are_looked_at_have_the_names_of_vllms() -> None:
         assert name in {field.name for field in fields(kind)}
     assert SlidingWindowMLASpec.prefix_replay_tokens
     assert KVTransferConfig().kv_buffer_device == current_platform.device_type
+
+
+@pytest.mark.parametrize(
+    ("sizes", "specs", "more", "uses"),
+    [
+        ({}, (), {}, []),
+        ({"tensor_parallel_size": 2}, (), {}, [TENSOR_PARALLEL]),
+        ({"data_parallel_size": 2}, (), {}, [REPLICAS]),
+        ({"data_parallel_index": 1}, (), {}, [REPLICAS]),
+        ({"pipeline_parallel_size": 2}, (), {}, [ALL_STAGES]),
+        ({}, (state(),), {}, [STATES]),
+        ({}, (WINDOW,), {}, [WINDOWS]),
+        ({}, (), {"model_config": SimpleNamespace(use_mla=True)}, [LATENTS]),
+        ({}, (), {"speculative_config": SimpleNamespace(method="mtp")}, [DRAFTS]),
+    ],
+)
+def test_features_of_which_a_vllm_is_looked_at_are_those_that_the_engine_uses(
+    sizes: dict[str, int], specs: tuple[Any, ...], more: dict[str, Any], uses: list[str]
+) -> None:
+    config = engine()
+    vars(config.parallel_config).update({"data_parallel_index": 0, **sizes})
+    vars(config).update({"speculative_config": None, **more})
+    assert features_of(config, cache_config(attention(), *specs)) == [HAND_OFFS, *uses]
+
+
+def test_what_was_never_run_with_this_vllm_is_told_in_one_line_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compatibility, "version_of", lambda engine: "0.32.0")
+    monkeypatch.setattr(compatibility, "_warned", set())
+    config = engine("kv_consumer", tensor_parallel_size=2, data_parallel_index=0)
+    config.speculative_config = config.kv_events_config = None
+    vars(config.kv_transfer_config).update(is_kv_producer=False, is_kv_consumer=True)
+    for role in KVConnectorRole:
+        KvGrpcConnector(config, role, cache_config(WINDOW, attention()))
+    (said,) = [message for message in caplog.messages if "never" in message]
+    assert said.startswith("kvgrpc: tensor parallelism, sliding windows: never run with vLLM 0.32.0, but with 0.33.0; ")
 
 
 def test_a_pipeline_stage_says_which_layers_of_the_model_it_has() -> None:

@@ -45,7 +45,7 @@ def findings(name: str) -> Iterator[tuple[str, str, str]]:
     engine = ENGINES[name]
     version, tried = version_of(engine), ", ".join(engine.tried)
     if version == "of unknown version":
-        yield name, "missing", f"not installed here: pip install {name}=={engine.tried[-1]}"
+        yield name, "missing", f"not installed here: pip install {name}=={engine.newest}"
         return
     if is_tried(engine):
         yield name, "ok", f"{version}, which kvgrpc was run with"
@@ -54,6 +54,9 @@ def findings(name: str) -> Iterator[tuple[str, str, str]]:
     for feature, needs in engine.needs.items():
         gone = list(missing(needs))
         more = f"; and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
-        lacks = "missing", "; ".join(gone[:_SHOWN]) + more
-        state, remark = lacks if gone else ("ok", f"all {len(needs)} names that it needs")
+        state, remark = "ok", f"all {len(needs)} names that it needs"
+        if gone:
+            state, remark = "missing", "; ".join(gone[:_SHOWN]) + more
+        elif not is_tried(engine, feature):
+            state, remark = "note", f"{remark} present, never run with this version: it warns, and goes on"
         yield f"{engine.title} {feature}", state, remark

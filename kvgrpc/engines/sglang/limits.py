@@ -10,6 +10,17 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_parallel, get_serving, get_spec
 from sglang.srt.server_args import ServerArgs
 
+from kvgrpc.engines.compatibility import (
+    DECODE_STAGES,
+    DRAFTS,
+    HAND_OFFS,
+    LATENTS,
+    REPLICAS,
+    STAGES,
+    STATES,
+    TENSOR_PARALLEL,
+    WINDOWS,
+)
 from kvgrpc.engines.sglang.plugin import BACKEND
 from kvgrpc.engines.sglang.rank import STATE_A_REQUEST, is_plain_window, kind_of
 from kvgrpc.errors import FeatureDisabled
@@ -188,6 +199,23 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
             raise FeatureDisabled(
                 f"kvgrpc does not serve {what}: {why}; {remedy}", metadata={"feature": what, "howToEnable": remedy}
             )
+
+
+def features_of(kv_args: Any, mla: bool) -> list[str]:
+    """Returns which features of ``compatibility`` hand-offs of this engine use. ``mla``: it keeps latents."""
+    parallel, states = get_parallel(), getattr(kv_args, "state_types", ())
+    stages = STAGES if get_disagg().disaggregation_mode == "prefill" else DECODE_STAGES
+    used = {
+        HAND_OFFS: True,
+        TENSOR_PARALLEL: parallel.attn_tp_size > 1,
+        REPLICAS: parallel.attn_dp_size > 1 or (parallel.dp_size or 1) > 1,
+        stages: parallel.pp_size > 1,
+        STATES: any(kind_of(state) == STATE_A_REQUEST for state in states),
+        WINDOWS: any(is_plain_window(kv_args, place) for place in range(len(states))),
+        LATENTS: mla,
+        DRAFTS: bool(has(get_spec(), "speculative_algorithm")),
+    }
+    return [feature for feature, holds in used.items() if holds]
 
 
 def has(settings: Any, name: str, otherwise: Any = False) -> Any:

@@ -15,10 +15,10 @@ from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get
 from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
 from kvgrpc.engines.addresses import bracketed, loopback_for
-from kvgrpc.engines.compatibility import DECODE_STAGES, SGLANG, STAGES, STATES, check
+from kvgrpc.engines.compatibility import SGLANG, check
 from kvgrpc.engines.identity import MODEL_NAME, identity
 from kvgrpc.engines.sglang.held import RoomsAwaitingRelease
-from kvgrpc.engines.sglang.limits import check_supported, is_set, page_layout
+from kvgrpc.engines.sglang.limits import check_supported, features_of, is_set, page_layout
 from kvgrpc.engines.sglang.rank import (
     STATE_A_REQUEST,
     SchedulerProcess,
@@ -58,13 +58,12 @@ class KvGrpcManager(BaseKVManager):
         self.attempt = 0
         role = Role.PREFILL if disaggregation_mode is DisaggregationMode.PREFILL else Role.DECODE
         # Where half of the layers keep states SGLang says only there that the others keep latents (Kimi Linear).
-        latents = bool(is_mla_backend) or bool(getattr(args, "is_hybrid_mla_backend", False))
-        check_supported(args, latents)
-        if role is Role.DECODE and get_parallel().pp_size > 1:
-            check(SGLANG, DECODE_STAGES)
+        mla = bool(is_mla_backend) or bool(getattr(args, "is_hybrid_mla_backend", False))
+        check_supported(args, mla)
+        check(SGLANG, *features_of(args, mla))
         # SGLang's word: of prefill's context parallel (CP) ranks it counts the bytes of the first, which sends.
         self.is_dummy_cp_rank = role is Role.PREFILL and get_parallel().attn_cp_rank > 0
-        place = _place(role, args, latents)
+        place = _place(role, args, mla)
         self.rank = open_rank(rank_config(args, place, _shared_plane(place.local_ip)))
         # A PrefillManager or a DecodeManager, as the class that SGLang makes on this one expects.
         self.transfer: Any = self.rank.transfer
@@ -146,7 +145,6 @@ def _place(role: Role, kv_args: Any, mla: bool) -> SchedulerProcess:
 
 def _state_form(config: Any) -> dict[str, str]:
     """The types of the convolutions and of what the recurrence keeps, and how the former lie: sizes tell neither."""
-    check(SGLANG, STATES)
     from sglang.srt.configs.mamba_utils import mamba2_state_dtype
     from sglang.srt.utils import cpu_has_amx_support
 
@@ -167,7 +165,6 @@ def _first_layer(kv_args: Any, layers: int) -> int:
 
 def _stages(transfer: Any) -> Stages:
     """Waits until all stages of the engine have come so far, as SGLang's own backends do."""
-    check(SGLANG, STAGES)
     from sglang.srt.disaggregation.pp_consensus_store import PPConsensusStore
 
     parallel = get_parallel()

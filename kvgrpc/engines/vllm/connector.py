@@ -14,9 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvgrpc.engines.compatibility import VLLM, check
 from kvgrpc.engines.vllm.groups import groups_of
 from kvgrpc.engines.vllm.handoffs import Handoffs
-from kvgrpc.engines.vllm.limits import check_supported
+from kvgrpc.engines.vllm.limits import check_supported, features_of
 from kvgrpc.engines.vllm.reached import reached
 from kvgrpc.engines.vllm.scheduler import Scheduler
 from kvgrpc.engines.vllm.stats import TransferMetrics, TransferStats
@@ -39,6 +40,7 @@ class KvGrpcConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config, kv_cache_config)
+        check(VLLM, *features_of(vllm_config, kv_cache_config))
         transfer = vllm_config.kv_transfer_config
         self._scheduler = Scheduler(
             transfer.is_kv_producer,

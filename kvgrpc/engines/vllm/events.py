@@ -20,6 +20,7 @@ from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import EventPublisher, EventPublisherFactory
 
 from kvgrpc.engines.addresses import engine_name, for_rank
+from kvgrpc.engines.compatibility import EVENTS, VLLM, check
 from kvgrpc.engines.vllm.rank import WorkerProcess
 from kvgrpc.engines.vllm_plugin import LISTEN
 from kvgrpc.events import EventsConfig, open_publisher
@@ -63,6 +64,7 @@ def publish_with_kvgrpc(config: Any) -> None:
     events, place = config.kv_events_config, WorkerProcess(config, 0, os.environ)
     if not place.events_listen or not events.enable_kv_cache_events or events.publisher != "zmq":
         return
+    check(VLLM, EVENTS)
     serving = Serving(place.name, place.events_listen, place.events, place.configured)
     # Anew in a process that makes a second scheduler.
     EventPublisherFactory._registry[_NAME] = functools.partial(KvGrpcPublisher, serving=serving)

@@ -8,6 +8,16 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from kvgrpc.engines.compatibility import (
+    ALL_STAGES,
+    DRAFTS,
+    HAND_OFFS,
+    LATENTS,
+    REPLICAS,
+    STATES,
+    TENSOR_PARALLEL,
+    WINDOWS,
+)
 from kvgrpc.engines.vllm.groups import has_state, has_window, is_served, untried_kinds
 from kvgrpc.errors import FeatureDisabled
 
@@ -113,6 +123,23 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
             raise FeatureDisabled(
                 f"kvgrpc does not serve {what}: {why}; {remedy}", metadata={"feature": what, "howToEnable": remedy}
             )
+
+
+def features_of(config: Any, kv_cache_config: Any) -> list[str]:
+    """Returns which features of ``compatibility`` hand-offs of this engine use."""
+    parallel, specs = config.parallel_config, [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    used = {
+        HAND_OFFS: True,
+        TENSOR_PARALLEL: parallel.tensor_parallel_size > 1,
+        # Of replicas of a dense model vLLM tells each that it is the only one, and which one it is.
+        REPLICAS: parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0,
+        ALL_STAGES: parallel.pipeline_parallel_size > 1,
+        STATES: any(has_state(spec) for spec in specs),
+        WINDOWS: any(has_window(spec) for spec in specs),
+        LATENTS: config.model_config.use_mla,
+        DRAFTS: config.speculative_config is not None,
+    }
+    return [feature for feature, holds in used.items() if holds]
 
 
 def _never_run_beside(speculation: str | None, specs: Sequence[Any], latents: bool) -> str:
