@@ -208,6 +208,7 @@ VLLM = Engine(
             f"{_SPECS}.SlidingWindowMLASpec": "",
             f"{_SPECS}.SlidingWindowSpec": "",
             f"{_SPECS}.UniformTypeKVCacheSpecs": "kv_cache_specs",
+            "vllm.distributed.parallel_state.get_pcp_group": "",
             "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "get_block_ids",
             "vllm.v1.request.RequestStatus": "FINISHED_LENGTH_CAPPED FINISHED_STOPPED",
             "vllm.v1.request.Request": "get_skip_reading_prefix_cache",
