@@ -35,6 +35,20 @@ from tests.engines.vllm_tiers import (
 )
 
 
+@pytest.fixture
+def over(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Requests of whose end vLLM told its tiers, which is when it forgets them itself."""
+    ended_requests: list[str] = []
+    heard = KvGrpcTier.on_request_finished
+
+    def hear(tier: KvGrpcTier, context: ReqContext) -> None:
+        ended_requests.append(context.req_id)
+        heard(tier, context)
+
+    monkeypatch.setattr(KvGrpcTier, "on_request_finished", hear)
+    return ended_requests
+
+
 def test_an_order_brings_what_storage_has_and_holds_nothing_afterwards(tmp_path: Path) -> None:
     tokens = prompt(6)
     with offloading(tmp_path) as (engine, client):
@@ -133,7 +147,12 @@ Cut = Callable[[Offloading, SyncClient, pb.CacheOperation], None]
 
 @pytest.mark.parametrize(("cut", "timeout", "end"), CUTS.values(), ids=CUTS)
 def test_an_order_that_is_cut_while_chunks_come_ends_with_these_and_holds_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: Cut, timeout: float | None, end: tuple[int, int]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    over: list[str],
+    cut: Cut,
+    timeout: float | None,
+    end: tuple[int, int],
 ) -> None:
     """The host has two chunks, two are on their way, of the last two the store has not said whether it has them."""
     monkeypatch.setattr(promotion, "LOOKUPS_OF_A_STEP", 2)
@@ -153,7 +172,8 @@ def test_an_order_that_is_cut_while_chunks_come_ends_with_these_and_holds_nothin
         operation = ended(client, operation)
         assert (operation.state, operation.stop) == end
         assert (operation.covered_pages, operation.completed_pages, operation.bytes) == (2, 4, 2 * CHUNK_BYTES)
-        engine.wait(lambda: engine.nothing_is_held() and engine.nobody_is_remembered())
+        engine.wait(lambda: engine.nothing_is_held() and not engine.manager.has_pending_work())
+        assert over.count(f"kvgrpc-{operation.operation_id}") == 1
         assert client.lookup(prompt_pages, without_storage=True).host_pages == 4
         assert engine.request(keys) == 4
         engine.wait(lambda: row(client, operation).used_pages == 2)
@@ -166,7 +186,7 @@ def test_an_order_that_is_cut_while_chunks_come_ends_with_these_and_holds_nothin
 
 @pytest.mark.parametrize(("timeout", "end"), [(None, CUTS["by its router"][2]), (1.0, CUTS["by its deadline"][2])])
 def test_an_order_that_is_cut_before_the_store_has_answered_does_not_wait_for_it(
-    tmp_path: Path, timeout: float | None, end: tuple[int, int]
+    tmp_path: Path, over: list[str], timeout: float | None, end: tuple[int, int]
 ) -> None:
     keys = keys_of(prompt(6))
     with offloading(tmp_path) as (engine, client):
@@ -181,7 +201,8 @@ def test_an_order_that_is_cut_before_the_store_has_answered_does_not_wait_for_it
         operation = ended(client, operation)
         assert (operation.state, operation.stop) == end
         assert (operation.covered_pages, operation.completed_pages, operation.bytes) == (2, 2, 0)
-        engine.wait(lambda: engine.nothing_is_held() and engine.nobody_is_remembered())
+        engine.wait(lambda: engine.nothing_is_held() and not engine.manager.has_pending_work())
+        assert over.count(f"kvgrpc-{operation.operation_id}") == 1
         store.let_go()
         assert ended(client, start(client, prompt(6))).completed_pages == 6
 
@@ -194,7 +215,8 @@ def test_an_order_that_an_idle_engine_has_not_taken_ends_without_it(
         engine.compute(keys_of(prompt(6)))
         engine.empty_host()
         engine.stop_stepping()
-        engine.wait(lambda: not engine.tier._stepped)
+        for _ in range(2):  # each answered between steps, the second one after all that the last step let in
+            client.lookup(pb.PromptPages(tokens=prompt(6)), without_storage=True)
         operation = start(client, prompt(6), timeout)
         if timeout is None:
             client.terminate_prefetch(operation.operation_id)
@@ -225,17 +247,9 @@ def test_a_router_that_is_gone_leaves_nothing_behind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["begin", "step", "__init__"])
 def test_an_order_that_goes_wrong_is_forgotten_and_the_engine_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: list[str], call: str
 ) -> None:
     """Wherever it does. What vLLM's tiers said of its chunks holds until they hear of its end."""
-    over = []
-    heard = KvGrpcTier.on_request_finished
-
-    def hear(tier: KvGrpcTier, context: ReqContext) -> None:
-        over.append(context.req_id)
-        heard(tier, context)
-
-    monkeypatch.setattr(KvGrpcTier, "on_request_finished", hear)
     with offloading(tmp_path) as (engine, client):
         engine.compute(keys_of(prompt(6)))
         engine.empty_host()

@@ -154,12 +154,6 @@ class Offloading:
             used = primary._num_chunks - primary._get_num_free_chunks()
             return not self.manager._jobs and used == primary._num_evictable_cache_chunks
 
-    def nobody_is_remembered(self) -> bool:
-        """vLLM's manager has no request any more, and no chunk that is yet to be asked for."""
-        with self.manager.lock:
-            manager = self.manager
-            return not (manager._req_state or manager._request_load_sources or manager._pending_load_submissions)
-
     def wait(self, condition: Any, seconds: float = 10.0) -> None:
         end = time.monotonic() + seconds
         while not condition():
