@@ -78,22 +78,38 @@ def test_a_plug_in_that_cannot_work_ends_every_process_of_sglang_at_its_start() 
     assert "KVGRPC_SGLANG: must be backend, mooncake or off, not 'nixl'" in done.stderr
 
 
+# A variable or an argument; why it is refused, and what to do.
+REFUSED: dict[str, tuple[dict[str, str], dict[str, object], str]] = {
+    "variable": (
+        {"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE": "0"},
+        {},
+        "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0: pages would be used again while prefill may still write "
+        "to them; unset it",
+    ),
+    "argument": (
+        {},
+        {"enable_pd_role_switch": True},
+        "--enable-pd-role-switch: a rank keeps the role that it was opened with; start prefill and decode engines",
+    ),
+}
+
+
+@pytest.mark.parametrize(("variables", "more", "refusal"), REFUSED.values(), ids=REFUSED)
 def test_a_setting_that_would_make_wrong_tokens_ends_the_start_with_what_to_do(
-    folder: Path, reference: Reference
+    folder: Path, reference: Reference, variables: dict[str, str], more: dict[str, object], refusal: str
 ) -> None:
-    setting = {"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE": "0"}
     arguments = {
         **engine_arguments(reference.path, 1),
         "disaggregation_mode": "decode",
         "disaggregation_transfer_backend": "kvgrpc",
         "disaggregation_decode_retraction_backup": "none",
         "port": free_port(),
+        **more,
     }
-    engine = Engine("decode", folder, arguments, setting)
+    engine = Engine("decode", folder, arguments, variables)
     try:
-        assert engine.wait_gone(120)
-        refusal = "kvgrpc does not serve SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0: pages would be used again"
-        assert refusal in engine.log()
+        assert engine.wait_gone(120), engine.log_tail()
+        assert f"FEATURE_DISABLED: kvgrpc does not serve {refusal}" in engine.log()
     finally:
         engine.close()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvgrpc.engines.vllm.scheduler import UNUSED
 from tests.engines.engine import Request
 from tests.engines.model import Reference
 from tests.engines.stages import wait_for
@@ -61,10 +62,16 @@ def test_it_works_inside_multiconnector(several_connectors: VllmPair, reference:
 def test_with_policy_recompute_a_hand_off_that_failed_costs_time_and_no_token(
     several_connectors: VllmPair, reference: Reference
 ) -> None:
+    """And is told, as each prefill that is not used."""
     decode, case = several_connectors.decode, reference.case(300)
+    unused = "vllm:kvgrpc_prefills_unused"
+    before = decode.counted(unused)
     params = {**several_connectors.at_decode(several_connectors.room()), "remote_bootstrap_addr": "http://192.0.2.7:1"}
-    assert decode.generate(case.prompt, 8, **params).result() == case.tokens
+    request = decode.generate(case.prompt, 8, **params)
+    assert request.result() == case.tokens
     assert "ADDRESS_NOT_ALLOWED" in decode.reason()
+    assert list(request.value) == [UNUSED] and "its hand-off failed" in request.value[UNUSED]
+    wait_until(lambda: decode.counted(unused, reason="hand_off_failed") == before + 1)
     assert decode.is_empty()
 
 
@@ -110,13 +117,28 @@ def waits_for_prefill(pair: VllmPair, prompt: list[int]) -> Request:
     return waiting
 
 
-def test_an_engine_with_a_setting_that_does_not_exist_does_not_start(folder: Path, reference: Reference) -> None:
-    wrong = {"transfer": {"kv_connector_extra_config": {"no_such_key": 1}}}
-    pair = VllmPair(folder, reference.path, prefill=wrong, decode={"block_size": 0})
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"kv_connector_extra_config": {"no_such_key": 1}}, "no_such_key"),
+        (
+            {"kv_buffer_device": "cuda"},
+            "FEATURE_DISABLED: kvgrpc does not serve kv_buffer_device cuda: blocks go from device to device, without a "
+            "buffer in between; leave it out of the --kv-transfer-config",
+        ),
+    ],
+    ids=["that does not exist", "that is not served"],
+)
+def test_an_engine_with_a_setting_that_does_not_exist_or_is_not_served_does_not_start(
+    folder: Path, reference: Reference, wrong: dict[str, object], says: str
+) -> None:
+    pair = VllmPair(
+        folder, reference.path, prefill={"transfer": wrong, "enforce_eager": True}, decode={"block_size": 0}
+    )
     try:
         with pytest.raises(AssertionError, match="did not start"):
             pair.prefill.wait_ready()
-        assert "no_such_key" in pair.prefill.log()
+        assert pair.prefill.wait_gone(0) and says in pair.prefill.log()
     finally:
         pair.close()
 
