@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +11,10 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import CredentialsInvalid, PermissionDenied
-from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
+from kvgrpc.v1.common_pb2 import TIER_DEVICE, TIER_HOST, TIER_STORAGE
 from tests.engines.model import Case, Reference
-from tests.engines.ordering import order_by_name
+from tests.engines.ordering import order_by_name, prefetch_and_die
 from tests.engines.vllm_engine import BLOCK, VllmEngine, vllm_arguments
 from tests.engines.vllm_pulling import address, compute, file_tier, offloading, orders
 from tests.support.cache_serving import ended
@@ -22,12 +23,19 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 CHUNKS = 32
+LONG = 200  # tokens of an answer that goes on while its engine is looked at
 
 
 @contextmanager
 def engine(folder: Path, model: Path, registry: str, name: str, ranks: int = 1, **more: object) -> Iterator[VllmEngine]:
-    """``more``: of the tier that takes orders."""
-    caching = offloading(CHUNKS, file_tier(folder / f"tier-{name}"), orders(name, registry, **more))
+    """``more``: of the tier that takes orders. Storage is slow while ``slow(folder)`` exists."""
+    stored = {
+        **file_tier(folder / f"tier-{name}"),
+        "type": "SlowTier",
+        "module_path": "tests.engines.vllm_slow_tier",
+        "slow_while": str(slow(folder)),
+    }
+    caching = offloading(CHUNKS, stored, orders(name, registry, **more))
     opened = VllmEngine("offloading", folder, {**vllm_arguments(model, ranks), "kv_transfer_config": caching})
     try:
         opened.wait_ready()
@@ -36,10 +44,14 @@ def engine(folder: Path, model: Path, registry: str, name: str, ranks: int = 1, 
         opened.close()
 
 
-def host(client: SyncClient) -> int:
-    """Chunks that the host has."""
-    (tier,) = [each for each in client.get_cache_info().tiers if each.tier == common_pb2.TIER_HOST]
-    return tier.used_pages
+def slow(folder: Path) -> Path:
+    return folder / "storage-is-slow"
+
+
+def used(client: SyncClient) -> tuple[int, int, int]:
+    """Blocks of the device, and chunks of the host and of storage."""
+    tiers = {each.tier: each.used_pages for each in client.get_cache_info().tiers}
+    return tiers[TIER_DEVICE], tiers[TIER_HOST], tiers[TIER_STORAGE]
 
 
 @pytest.mark.parametrize("ranks", [1, 2], ids=["one rank", "two ranks"])
@@ -50,13 +62,32 @@ def test_a_router_warms_an_idle_engine_and_the_request_that_follows_finds_the_pa
     with engine(folder, reference.path, registry, name, ranks) as opened:
         where = address(registry, name)
         with SyncClient(where) as client:
+            what_is_used_is_told(opened, client, reference)
             case = reference.case(6 * BLOCK + 3)
             evicted_from_device_and_host(opened, client, reference, case)
             operation = order_by_name(registry, name, case.prompt)
             assert (operation["state"], operation["completedPages"]) == ("OPERATION_STATE_DONE", 6)
             is_used_by_the_request_that_follows(opened, client, case)
-            a_router_that_dies_leaves_nothing_behind(opened, client, where, reference)
+            a_router_that_dies_leaves_nothing_behind(opened, client, where, reference, slow(folder))
             a_request_beside_an_order_is_right(opened, client, reference)
+
+
+def what_is_used_is_told(opened: VllmEngine, client: SyncClient, reference: Reference) -> None:
+    """Of the device while a request runs: vLLM calls blocks free that only its prefix cache has."""
+    tiers = {each.tier: each.pages for each in client.get_cache_info().tiers}
+    assert (tiers[TIER_DEVICE], tiers[TIER_HOST]) == (8 * 512 // BLOCK, CHUNKS)
+    assert used(client) == (0, 0, 0)
+    case = reference.case(6 * BLOCK + 3)
+    running = opened.generate(case.prompt, LONG)
+    wait_until(lambda: running.first is not None)
+    device = used(client)[0]
+    assert running.ended is None, "it was over before it was looked at"
+    assert 7 <= device <= math.ceil((6 * BLOCK + 3 + LONG) / BLOCK)
+    assert running.result()[: len(case.tokens)] == case.tokens
+    # Of its prompt, which is all that vLLM offloads.
+    wait_until(lambda: used(client) == (0, 6, 6))
+    assert opened.is_empty(host=True)
+    assert used(client) == (0, 0, 6)
 
 
 def evicted_from_device_and_host(opened: VllmEngine, client: SyncClient, reference: Reference, case: Case) -> None:
@@ -80,13 +111,16 @@ def is_used_by_the_request_that_follows(opened: VllmEngine, client: SyncClient, 
 
 
 def a_router_that_dies_leaves_nothing_behind(
-    opened: VllmEngine, client: SyncClient, where: str, reference: Reference
+    opened: VllmEngine, client: SyncClient, where: str, reference: Reference, slow: Path
 ) -> None:
     case = reference.case(6 * BLOCK + 3)
     evicted_from_device_and_host(opened, client, reference, case)
-    with SyncClient(where) as router:
-        began = router.start_prefetch(pb.PromptPages(tokens=case.prompt), tenant="one that dies")
+    slow.touch()
+    began = prefetch_and_die(where, case.prompt)
+    assert [each.operation_id for each in client.list_operations(open_only=True)] == [began], "it died too late"
+    slow.unlink()
     wait_until(lambda: not client.list_operations(open_only=True))
+    assert client.lookup(pb.PromptPages(tokens=case.prompt), without_storage=True).host_pages == 6
     # Nothing is pinned: other prompts take all of the host.
     for _ in range(CHUNKS // 6 + 1):
         compute(opened, reference.case(6 * BLOCK))
@@ -94,7 +128,7 @@ def a_router_that_dies_leaves_nothing_behind(
     assert client.lookup(pb.PromptPages(tokens=case.prompt), without_storage=True).host_pages == 0
 
     def told() -> int:
-        return next(each.wasted_pages for each in client.list_operations() if each.operation_id == began.operation_id)
+        return next(each.wasted_pages for each in client.list_operations() if each.operation_id == began)
 
     compute(opened, reference.case(2 * BLOCK))  # what was evicted is looked for in steps
     wait_until(lambda: told() == 6 or compute(opened, reference.case(BLOCK)) < 0)
@@ -107,7 +141,7 @@ def a_request_beside_an_order_is_right(opened: VllmEngine, client: SyncClient, r
     compute(opened, case)
     wait_until(lambda: not client.list_operations(open_only=True))
     assert opened.is_empty()
-    assert host(client) <= CHUNKS
+    assert used(client)[:2] == (0, CHUNKS)
 
 
 def test_a_routers_token_is_for_prefetches_of_its_own(folder: Path, reference: Reference, registry: str) -> None:

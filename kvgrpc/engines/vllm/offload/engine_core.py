@@ -71,9 +71,13 @@ class EngineCore:
         return len(keys)
 
     def device_blocks(self) -> tuple[int, int]:
-        """All blocks, and those that are not free to be given away at once."""
+        """All blocks, and those that are not free to be given away at once; the null block, which no request gets, is
+        none of them."""
         pool = self._pool()
-        return (0, 0) if pool is None else (pool.num_gpu_blocks, pool.num_gpu_blocks - pool.get_num_free_blocks())
+        if pool is None:
+            return 0, 0
+        blocks = pool.num_gpu_blocks - 1
+        return blocks, blocks - pool.get_num_free_blocks()
 
     def _pool(self) -> Any:
         scheduler = getattr(self._core, "scheduler", None)
