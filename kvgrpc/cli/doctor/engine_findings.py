@@ -58,5 +58,5 @@ def findings(name: str) -> Iterator[tuple[str, str, str]]:
         if gone:
             state, remark = "missing", "; ".join(gone[:_SHOWN]) + more
         elif not is_tried(engine, feature):
-            state, remark = "note", f"{remark} present, never run with this version: it warns, and goes on"
+            state, remark = "note", "present, never run with this version: it warns, and goes on"
         yield f"{engine.title} {feature}", state, remark
