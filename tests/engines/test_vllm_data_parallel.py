@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.engines.engine import LOCAL
-from tests.engines.model import Case, ExpertReference, Reference
+from kvgrpc.client import SyncClient
+from kvgrpc.transfer import room_from_transfer_id
+from tests.engines.engine import LOCAL, another
+from tests.engines.model import ExpertReference, Reference
+from tests.engines.stages import rank_addresses
 from tests.engines.vllm_engine import BLOCK, VllmPair
 
 pytestmark = pytest.mark.timeout(900)
@@ -49,11 +52,6 @@ def test_each_replica_holds_half_of_the_expert_weights(pair: VllmPair, model: Re
         assert ("Local/global number of experts: 2/4" in engine.log()) == isinstance(model, ExpertReference)
 
 
-def other(model: Reference, case: Case) -> list[int]:
-    """A prompt with the same last token: whoever is told it has the tokens of ``case`` by its pages alone."""
-    return [*model.case(len(case.prompt)).prompt[:-1], case.prompt[-1]]
-
-
 @pytest.mark.parametrize("taker", range(REPLICAS))
 @pytest.mark.parametrize("replica", range(REPLICAS))
 def test_any_decode_takes_the_prompt_from_the_prefill_that_the_router_named(
@@ -64,31 +62,31 @@ def test_any_decode_takes_the_prompt_from_the_prefill_that_the_router_named(
         address: dict[str, Any] = {"remote_bootstrap_addr": f"http://{LOCAL}:{pair.bootstrap_port + replica}"}
         prefill = pair.prefill.generate_at(replica, case.prompt, 1, **pair.at_prefill(room))
         asked = {**pair.at_decode(room), **address}
-        decode = pair.decode.generate_at(taker, other(model, case), len(case.tokens), **asked)
+        decode = pair.decode.generate_at(taker, another(case.prompt), len(case.tokens), **asked)
         assert decode.result() == case.tokens
         assert prefill.result() == case.tokens[:1]
 
 
 def test_prefill_answers_which_replica_has_the_prompt(pair: VllmPair, model: Reference) -> None:
-    """vLLM chooses it."""
-    answered = set()
-    for case in map(model.case, [50] * 6):
-        prefill = pair.prefill.generate(case.prompt, 1, **ASKED)
-        prefill.result()
-        decode = pair.decode.generate(other(model, case), len(case.tokens), **prefill.value)
-        assert decode.result() == case.tokens
-        answered.add(prefill.value["remote_bootstrap_addr"])
-    assert answered <= {f"http://{LOCAL}:{pair.bootstrap_port + replica}" for replica in range(REPLICAS)}
-
-
-def test_requests_at_once_leave_no_page_behind(pair: VllmPair, model: Reference) -> None:
+    """vLLM chooses it, of requests at once each in turn; and so it does at decode. No page stays behind."""
     cases = [model.case(60 + length) for length in range(6)]
     prefills = [pair.prefill.generate(case.prompt, 1, **ASKED) for case in cases]
     for prefill in prefills:
         prefill.result()
     decodes = [
-        pair.decode.generate(case.prompt, len(case.tokens), **prefill.value)
+        pair.decode.generate(another(case.prompt), len(case.tokens), **prefill.value)
         for case, prefill in zip(cases, prefills, strict=True)
     ]
     assert [decode.result() for decode in decodes] == [case.tokens for case in cases]
+    answered = {prefill.value["remote_bootstrap_addr"] for prefill in prefills}
+    assert answered == {f"http://{LOCAL}:{pair.bootstrap_port + replica}" for replica in range(REPLICAS)}
+    numbers = {room_from_transfer_id(prefill.value["transfer_id"]) for prefill in prefills}
+    for engine in (pair.prefill, pair.decode):
+        had = [numbers & rooms_at(address) for address in rank_addresses(engine)]
+        assert len(had) == REPLICAS and all(had) and sum(map(len, had)) == len(cases)
     assert pair.prefill.is_empty() and pair.decode.is_empty()
+
+
+def rooms_at(address: str) -> set[int]:
+    with SyncClient(address) as client:
+        return {room.room for room in client.list_rooms()}
