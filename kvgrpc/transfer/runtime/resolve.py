@@ -243,7 +243,9 @@ class PrefillResolver:
         if self._questions.get(question, (0.0, []))[1] is rooms:
             del self._questions[question]
         for room in rooms:
-            dead = self._dead_target(room, engine or before) if at_once else None
+            # A registry that has just started, asked at once, does not know those yet that have still to come back.
+            judged = engine if engine is not None and self._names_all(room, engine) else before
+            dead = self._dead_target(room, judged) if at_once else None
             if dead is not None:
                 self._fail(room, failures.no_successor(dead))
             elif engine is not None:
@@ -265,6 +267,13 @@ class PrefillResolver:
         except KvGrpcError:
             return None
         return next((target.ref for target in targets if target.ref in self._dead), None)
+
+    def _names_all(self, room: ReceiverRoom, engine: PrefillEngine) -> bool:
+        """True if the engine as it is known has the ranks that owe the room, or those to ask for them."""
+        try:
+            return _must_be_found(room.request, engine) or bool(self._targets(room.request, engine))
+        except KvGrpcError:
+            return False
 
     def _doubt_deaths(self, engine: PrefillEngine) -> None:
         """A rank that its registry names long after its address refused is dialled again: somebody renews its lease, so

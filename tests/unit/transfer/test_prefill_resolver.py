@@ -178,7 +178,7 @@ def chosen(decode: Decode, number: int) -> ReceiverRoom:
     return room
 
 
-@pytest.mark.parametrize("registered", ["nobody answers", "the dead one", "a rank is missing"])
+@pytest.mark.parametrize("registered", ["nobody answers", "the dead one", "it is missing", "another is missing"])
 async def test_a_room_whose_prefill_is_dead_fails_at_once_while_nobody_is_in_its_place(
     decode: Decode, registered: str
 ) -> None:
@@ -190,17 +190,18 @@ async def test_a_room_whose_prefill_is_dead_fails_at_once_while_nobody_is_in_its
     decode.core.pairs[dead].lost = True
     decode.registry_answers = False
     ranks = {place: target for place, target in RANKS.items() if target.ref != dead}
+    others = {place: target for place, target in RANKS.items() if target.ref == dead}
     decode.now = {
         "nobody answers": None,
         "the dead one": ENGINE,
-        "a rank is missing": replace(ENGINE, targets=ranks, owing={}),
+        "it is missing": replace(ENGINE, targets=ranks, owing={}),
+        "another is missing": replace(ENGINE, targets=others, owing={}),  # the registry has just started
     }[registered]
     room = chosen(decode, 2)
     decode.routes.find(room)
     await settle()
     assert decode.asked_at_once == 1 and room.failure is not None
-    expected = Reason.ENGINE_NOT_FOUND if registered == "a rank is missing" else Reason.PEER_LOST
-    assert room.failure.reason is expected
+    assert room.failure.reason is Reason.PEER_LOST
     assert set(decode.routes._engines[REGISTRY].targets) == set(RANKS), "who is missing is looked for on"
 
 
