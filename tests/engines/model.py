@@ -174,11 +174,15 @@ class HeadReference(Reference):
 
     def _make(self, size: Size) -> Any:
         kind = transformers.Qwen2ForCausalLM if self._method == "mtp" else LlamaForCausalLM
-        model = kind(kind.config_class(rms_norm_eps=1e-8, **_sizes(size)))
-        with torch.no_grad():
-            table = model.model.embed_tokens.weight
-            table /= table.square().mean(1, keepdim=True).sqrt()  # EAGLE's layer does not norm what it gets
-            model.model.layers[0].self_attn.o_proj.weight *= 8
+        return self._for_a_head(kind(kind.config_class(rms_norm_eps=1e-8, **_sizes(size))))
+
+    @torch.no_grad()
+    def _for_a_head(self, model: Any) -> Any:
+        """The embedding as a norm leaves it, which EAGLE's layer does not apply and MTP's does; and what the layer adds
+        is large beside it."""
+        table = model.model.embed_tokens.weight
+        table /= table.square().mean(1, keepdim=True).sqrt()
+        model.model.layers[0].self_attn.o_proj.weight *= 8
         return model
 
     def _save_head(self) -> None:
@@ -284,12 +288,7 @@ class LatentHeadReference(HeadReference):
         kind = transformers.DeepseekV3ForCausalLM
         one_group = {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
         config = kind.config_class(**_latents(size), **one_group, first_k_dense_replace=size.layers + 1)
-        model = kind(config)
-        with torch.no_grad():
-            table = model.model.embed_tokens.weight
-            table /= table.square().mean(1, keepdim=True).sqrt()  # the draft's layer gets it normed
-            model.model.layers[0].self_attn.o_proj.weight *= 8
-        return model
+        return self._for_a_head(kind(config))
 
     def _save_head(self) -> None:
         layer = {name: weight.clone() for name, weight in self._model.model.layers[0].state_dict().items()}

@@ -159,12 +159,12 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
         (
             engine("kv_consumer", {"untried": "context"}, prefill_context_parallel_size=2),
             cache_config(latents()),
-            "--prefill-context-parallel-size 2 but with kv_role kv_producer: .*use --prefill-context-parallel-size 1",
+            "--prefill-context-parallel-size 2 with kv_role kv_consumer: .*use --prefill-context-parallel-size 1",
         ),
         (
             engine("kv_both", {"untried": "context"}, prefill_context_parallel_size=2),
             cache_config(latents()),
-            "--prefill-context-parallel-size 2 but with kv_role kv_producer",
+            "--prefill-context-parallel-size 2 with kv_role kv_both",
         ),
         (with_setting("model_config", "enable_sleep_mode", True), cache_config(attention()), "--enable-sleep-mode: "),
         (

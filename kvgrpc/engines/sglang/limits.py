@@ -201,8 +201,8 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
             )
 
 
-def features_of(kv_args: Any, mla: bool) -> list[str]:
-    """Returns which features of ``compatibility`` hand-offs of this engine use. ``mla``: it keeps latents."""
+def features_of(kv_args: Any, latents: bool) -> list[str]:
+    """Returns which features of ``compatibility`` hand-offs of this engine use. ``latents``: of an MLA model."""
     parallel, states = get_parallel(), getattr(kv_args, "state_types", ())
     stages = STAGES if get_disagg().disaggregation_mode == "prefill" else DECODE_STAGES
     used = {
@@ -212,7 +212,7 @@ def features_of(kv_args: Any, mla: bool) -> list[str]:
         stages: parallel.pp_size > 1,
         STATES: any(kind_of(state) == STATE_A_REQUEST for state in states),
         WINDOWS: any(is_plain_window(kv_args, place) for place in range(len(states))),
-        LATENTS: mla,
+        LATENTS: latents,
         DRAFTS: bool(has(get_spec(), "speculative_algorithm")),
     }
     return [feature for feature, holds in used.items() if holds]

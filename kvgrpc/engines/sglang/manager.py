@@ -58,12 +58,12 @@ class KvGrpcManager(BaseKVManager):
         self.attempt = 0
         role = Role.PREFILL if disaggregation_mode is DisaggregationMode.PREFILL else Role.DECODE
         # Where half of the layers keep states SGLang says only there that the others keep latents (Kimi Linear).
-        mla = bool(is_mla_backend) or bool(getattr(args, "is_hybrid_mla_backend", False))
-        check_supported(args, mla)
-        check(SGLANG, *features_of(args, mla))
+        latents = bool(is_mla_backend) or bool(getattr(args, "is_hybrid_mla_backend", False))
+        check_supported(args, latents)
+        check(SGLANG, *features_of(args, latents))
         # SGLang's word: of prefill's context parallel (CP) ranks it counts the bytes of the first, which sends.
         self.is_dummy_cp_rank = role is Role.PREFILL and get_parallel().attn_cp_rank > 0
-        place = _place(role, args, mla)
+        place = _place(role, args, latents)
         self.rank = open_rank(rank_config(args, place, _shared_plane(place.local_ip)))
         # A PrefillManager or a DecodeManager, as the class that SGLang makes on this one expects.
         self.transfer: Any = self.rank.transfer

@@ -71,7 +71,8 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
         ),
         (
             parallel.prefill_context_parallel_size > 1 and config.kv_transfer_config.kv_role != "kv_producer",
-            f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size} but with kv_role kv_producer",
+            f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size} with kv_role "
+            + config.kv_transfer_config.kv_role,
             "a prompt then comes to one rank, and is wanted in all",
             "use --prefill-context-parallel-size 1",
         ),

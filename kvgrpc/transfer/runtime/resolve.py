@@ -243,9 +243,9 @@ class PrefillResolver:
         if self._questions.get(question, (0.0, []))[1] is rooms:
             del self._questions[question]
         for room in rooms:
-            # A registry that has just started, asked at once, does not know those yet that have still to come back.
-            judged = engine if engine is not None and self._names_all(room, engine) else before
-            dead = self._dead_target(room, judged) if at_once else None
+            dead = None
+            if at_once:  # then a registry that has just started does not know those yet that have still to come back
+                dead = self._dead_target(room, engine if engine and self._names_all(room, engine) else before)
             if dead is not None:
                 self._fail(room, failures.no_successor(dead))
             elif engine is not None:
