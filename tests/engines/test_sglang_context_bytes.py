@@ -1,4 +1,4 @@
-"""Our managers of two context parallel (CP) ranks of prefill, and of one decode, byte by byte over made-up pools.
+"""Our managers of context parallel (CP) and of decode context parallel (DCP) ranks, byte by byte over made-up pools.
 
 Over the modules of the real SGLang, whose kernels for this are for GPUs; no engine is started.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -25,20 +25,32 @@ from tests.support.waiting import wait_until
 
 LOCAL, ROOM = "127.0.0.1", 7
 PAGES, PAGE_BYTES, PAGE = 12, 192, 16
+EQUAL = (2, 2), (2, 2)
 
 
 class Process:
     """A scheduler process of SGLang with its own memory, K and V of a layer, and our manager in it."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, mode: DisaggregationMode, port: int, cp: int, cps: int, mla: bool = False
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        mode: DisaggregationMode,
+        port: int,
+        *,
+        cp: int = 0,
+        cps: int = 1,
+        tp: int = 0,
+        tps: int = 1,
+        dcps: int = 1,
+        mla: bool = False,
     ) -> None:
         self.kv = [np.zeros((PAGES, PAGE_BYTES), np.uint8) for _ in range(2)]
         self.aux = np.zeros((4, 64), np.uint8)
         parallel = {
-            **dict.fromkeys(("pp_size", "attn_tp_size", "attn_dp_size", "dp_size", "attn_dcp_size"), 1),
-            **dict.fromkeys(("pp_rank", "attn_tp_rank", "attn_dp_rank", "dp_rank"), 0),
-            **{"attn_cp_size": cps, "attn_cp_rank": cp, "dist_init_addr": None},
+            **dict.fromkeys(("pp_size", "attn_dp_size", "dp_size"), 1),
+            **dict.fromkeys(("pp_rank", "attn_dp_rank", "dp_rank"), 0),
+            **{"attn_cp_size": cps, "attn_cp_rank": cp, "attn_tp_size": tps, "attn_tp_rank": tp},
+            **{"attn_dcp_size": dcps, "dist_init_addr": None},
             "load_balance_method": "follow_bootstrap_room",
         }
         disagg = {
@@ -68,7 +80,7 @@ class Process:
                     if hasattr(module, name):
                         patch.setattr(module, name, lambda values=values: SimpleNamespace(**values))
             patch.setattr(manager, "process_model_config", lambda: model)
-            patch.setenv(limits.UNTRIED, limits.CONTEXT)
+            patch.setenv(limits.UNTRIED, f"{limits.CONTEXT},{limits.DCP}")
             self.manager: Any = KvGrpcManager(self._args(), mode, None, mla)
 
     def _args(self) -> Any:
@@ -100,8 +112,8 @@ def registry() -> Iterator[RegistryServer]:
 def processes(monkeypatch: pytest.MonkeyPatch, registry: RegistryServer) -> Iterator[list[Process]]:
     """CP ranks 0 and 1 of prefill, and decode."""
     port = int(registry.address.rpartition(":")[2])
-    ranks = [Process(monkeypatch, DisaggregationMode.PREFILL, port, cp, 2) for cp in range(2)]
-    ranks.append(Process(monkeypatch, DisaggregationMode.DECODE, port, 0, 1))
+    ranks = [Process(monkeypatch, DisaggregationMode.PREFILL, port, cp=cp, cps=2) for cp in range(2)]
+    ranks.append(Process(monkeypatch, DisaggregationMode.DECODE, port))
     yield ranks
     for rank in ranks:
         rank.close()
@@ -194,6 +206,86 @@ def test_what_was_never_run_with_this_sglang_is_told_in_one_line_at_the_start(
 ) -> None:
     monkeypatch.setattr(compatibility, "version_of", lambda engine: "0.5.22")
     monkeypatch.setattr(compatibility, "_warned", set())
-    Process(monkeypatch, DisaggregationMode.DECODE, 1, 0, 1, mla=True).close()
+    Process(monkeypatch, DisaggregationMode.DECODE, 1, mla=True).close()
     (said,) = [message for message in caplog.messages if "never" in message]
     assert said.startswith("kvgrpc: latents (MLA): never run with SGLang 0.5.22, but with 0.5.23; ")
+
+
+class Divided(NamedTuple):
+    """The tensor-parallel ranks of either side; ``registry`` is prefill's."""
+
+    prefill: list[Process]
+    decode: list[Process]
+    registry: str
+
+    def receivers(self, room: int = ROOM, prefix: int = 0) -> list[KvGrpcReceiver]:
+        """One of each rank of decode, with pages behind ``prefix`` tokens."""
+        found = [KvGrpcReceiver(rank.manager, self.registry, room) for rank in self.decode]
+        for receiver in found:
+            receiver.init(room)
+            receiver.send_metadata(np.array([4, 8, 6], np.int32), 2, decode_prefix_len=prefix)
+        return found
+
+
+@pytest.fixture
+def divided(
+    monkeypatch: pytest.MonkeyPatch, registry: RegistryServer, request: pytest.FixtureRequest
+) -> Iterator[Divided]:
+    """Of a number of tensor-parallel ranks and the size of decode context parallelism: prefill's, decode's."""
+    port = int(registry.address.rpartition(":")[2])
+    sides = [
+        [Process(monkeypatch, mode, port, tp=tp, tps=tps, dcps=dcps, mla=True) for tp in range(tps)]
+        for mode, (tps, dcps) in zip(
+            (DisaggregationMode.PREFILL, DisaggregationMode.DECODE), request.param, strict=True
+        )
+    ]
+    yield Divided(sides[0], sides[1], registry.address)
+    for rank in (*sides[0], *sides[1]):
+        rank.close()
+
+
+@pytest.mark.parametrize("divided", [EQUAL], ids=["2 to 2"], indirect=True)
+def test_each_decode_context_parallel_rank_gets_the_tokens_of_its_equal(divided: Divided) -> None:
+    """A page number stands for a page of every rank, and so for twice as many tokens as each has in it."""
+    draw = np.random.default_rng(0)
+    for rank in divided.prefill:
+        for array in (*rank.kv, rank.aux):
+            array[:] = draw.integers(1, 256, array.shape, np.uint8)
+    senders = [KvGrpcSender(rank.manager, "", ROOM) for rank in divided.prefill]
+    receivers = divided.receivers(prefix=2 * PAGE)
+    wait_until(lambda: agreed(senders) is KVPoll.WaitingForInput)
+    assert [sender.pop_decode_prefix_len() for sender in senders] == [2 * PAGE] * 2
+    for sender in senders:
+        sender.init(3, 1)
+        sender.send(np.array([1, 2, 3], np.int32))
+    wait_until(lambda: {each.poll() for each in senders} | {each.poll() for each in receivers} == {KVPoll.Success})
+    for ours, theirs in zip(divided.prefill, divided.decode, strict=True):
+        for mine, its in zip(ours.kv, theirs.kv, strict=True):
+            expected = np.zeros_like(its)
+            expected[[4, 8, 6]] = mine[[1, 2, 3]]
+            assert np.array_equal(its, expected)
+
+
+@pytest.mark.parametrize("divided", [EQUAL], ids=["2 to 2"], indirect=True)
+def test_a_prefix_of_a_part_of_their_pages_fails(divided: Divided) -> None:
+    receivers = divided.receivers(prefix=PAGE)
+    wait_until(lambda: all(receiver.poll() is KVPoll.Failed for receiver in receivers))
+    with pytest.raises(KVTransferError, match=f"prefixes of whole pages and no {PAGE}"):
+        receivers[0].failure_exception()
+
+
+@pytest.mark.parametrize(
+    ("divided", "differ"),
+    [
+        (((2, 1), (2, 2)), "prefill , decode tokens over 2 of tp 2"),
+        (((2, 2), (2, 1)), "prefill tokens over 2 of tp 2, decode "),
+        (((4, 2), (2, 2)), "prefill tokens over 2 of tp 4, decode tokens over 2 of tp 2"),
+    ],
+    ids=["not at prefill", "not at decode", "over other sizes"],
+    indirect=["divided"],
+)
+def test_other_sizes_fail_by_name(divided: Divided, differ: str) -> None:
+    receiver = divided.receivers()[-1]
+    wait_until(lambda: receiver.poll() is KVPoll.Failed)
+    with pytest.raises(KVTransferError, match=f"PARALLEL_LAYOUT_MISMATCH.*axes: {differ}"):
+        receiver.failure_exception()

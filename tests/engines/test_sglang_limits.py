@@ -73,7 +73,7 @@ REFUSED = {
     "decode cp": (
         "parallel",
         {"attn_dcp_size": 4},
-        "--dcp-size 4: .*some of a request's tokens; use --dcp-size 1",
+        "--dcp-size 4 but with latents .*some of a request's tokens, .*; use --dcp-size 1",
     ),
     "sharding": ("parallel", {"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding: .*pages; leave it out"),
     "hisparse": ("memory", {"enable_hisparse": True}, "--enable-hisparse: .*pages of the host.*; leave it out"),
@@ -205,6 +205,7 @@ def test_a_setting_that_is_not_served_is_refused_with_the_reason_and_what_to_do(
         ("checksum", {"disaggregation_enable_kv_checksum": True}, 0),
         ("optimistic", {"optimistic_prefill_attempts": 1, "disaggregation_mode": "prefill"}, 0),
         ("context", {"disaggregation_mode": "prefill"}, 0),
+        ("dcp", {}, 0),
     ],
 )
 def test_what_was_never_run_is_served_to_who_asks_for_it_by_name(
@@ -216,11 +217,26 @@ def test_what_was_never_run_is_served_to_who_asks_for_it_by_name(
 ) -> None:
     settings["disagg"].update(changed)
     settings["parallel"]["attn_cp_size"] = 1 + (word == limits.CONTEXT)
+    settings["parallel"]["attn_dcp_size"] = 1 + (word == limits.DCP)
+    latents = word == limits.DCP
     given = SimpleNamespace(**{**vars(kv_args()), "num_draft_entries": drafts})
     with pytest.raises(FeatureDisabled, match=f"never run.*KVGRPC_UNTRIED={word}"):
-        limits.check_supported(given)
+        limits.check_supported(given, latents)
     monkeypatch.setenv(limits.UNTRIED, f"dsa,{word}")
-    limits.check_supported(given)
+    limits.check_supported(given, latents)
+
+
+@pytest.mark.parametrize(
+    "beside", [{"state_types": [StateType.SWA], "swa_kv_cache_layout": "nhd"}, {"num_draft_entries": 2}]
+)
+def test_decode_context_parallel_ranks_that_have_all_of_something_are_refused_by_name_too(
+    settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, beside: dict[str, Any]
+) -> None:
+    settings["parallel"]["attn_dcp_size"] = 2
+    monkeypatch.setenv(limits.UNTRIED, f"{limits.DCP},{limits.SPECULATIVE}")
+    limits.check_supported(kv_args(), latents=True)
+    with pytest.raises(FeatureDisabled, match=r"--dcp-size 2 but with latents \(MLA\) alone: .*; use --dcp-size 1"):
+        limits.check_supported(SimpleNamespace(**{**vars(kv_args()), **beside}), latents=True)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from kvgrpc.errors import FeatureDisabled
 
 # Kinds of state to hand over although nobody has seen it work, "dsa,dsa_tail", and what else was never run.
 UNTRIED = "KVGRPC_UNTRIED"
-SPECULATIVE, CHECKSUM, OPTIMISTIC, CONTEXT = "speculative", "checksum", "optimistic", "context"
+SPECULATIVE, CHECKSUM, OPTIMISTIC, CONTEXT, DCP = "speculative", "checksum", "optimistic", "context", "dcp"
 ALL_SEND = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
 _HOST_THRESHOLD = "disaggregation_decode_host_receive_threshold"
 
@@ -44,6 +44,7 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
     beside = "states besides the KV cache" if states else "latents" if latents else ""
     drafts_as_run = algorithm in ("EAGLE", "EAGLE3") and not beside and not has(get_spec(), "enable_multi_layer_eagle")
     parted = _parted(kv_args)
+    dcp = has(parallel, "attn_dcp_size", 1)
     refused = (
         (
             bool(untried),
@@ -101,10 +102,16 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
             f"leave it out, or set {UNTRIED}={CHECKSUM} on both sides",
         ),
         (
-            has(parallel, "attn_dcp_size", 1) > 1,
-            f"--dcp-size {parallel.attn_dcp_size}",
-            "a rank then holds some of a request's tokens",
+            dcp > 1 and (not latents or bool(states) or bool(getattr(kv_args, "num_draft_entries", 0))),
+            f"--dcp-size {dcp} but with latents (MLA) alone",
+            "a rank then holds some of a request's tokens, and all of its states and drafts",
             "use --dcp-size 1",
+        ),
+        (
+            dcp > 1 and DCP not in asked,
+            f"--dcp-size {dcp}",
+            "no attention of SGLang's for CPUs divides a cache, so that it was never run with kvgrpc",
+            f"use --dcp-size 1, or the same size on both sides and {UNTRIED}={DCP} there",
         ),
         (
             has(parallel, "enable_kv_cache_sharding"),

@@ -18,7 +18,7 @@ from kvgrpc.engines.addresses import bracketed, loopback_for
 from kvgrpc.engines.compatibility import SGLANG, check
 from kvgrpc.engines.identity import MODEL_NAME, identity
 from kvgrpc.engines.sglang.held import RoomsAwaitingRelease
-from kvgrpc.engines.sglang.limits import check_supported, features_of, is_set, page_layout
+from kvgrpc.engines.sglang.limits import check_supported, features_of, has, is_set, page_layout
 from kvgrpc.engines.sglang.rank import (
     STATE_A_REQUEST,
     SchedulerProcess,
@@ -52,6 +52,8 @@ class KvGrpcManager(BaseKVManager):
         self.prefill_info_table = EveryPrefill()
         self.external_registry = external_registry()
         self.page_bytes = sum(args.kv_item_lens)
+        # That a page number stands for: of decode context parallel (DCP) ranks each has some of them.
+        self.page_tokens = args.page_size * has(get_parallel(), "attn_dcp_size", 1)
         self._state_names = state_names(args)
         self._held = RoomsAwaitingRelease()
         # Of the room whose sender or receiver SGLang is about to make; see samples.py.
@@ -138,6 +140,7 @@ def _place(role: Role, kv_args: Any, mla: bool) -> SchedulerProcess:
         page_layout=page_layout(),
         pp=parallel.pp_rank,
         cp=parallel.attn_cp_rank,
+        dcp_size=has(parallel, "attn_dcp_size", 1),
         first_layer=_first_layer(kv_args, model.num_hidden_layers),
         **(_state_form(model.hf_config) if STATE_A_REQUEST in state_names(kv_args) else {}),
     )

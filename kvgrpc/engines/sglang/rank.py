@@ -28,7 +28,8 @@ class SchedulerProcess:
     ``engine_selects_dp``: its dp controller gives requests to other dp ranks than room % dp.
     ``kv_heads``: of the whole model; 0: MLA, each rank holds all. ``page_layout``: SGLang's word for the order
     of tokens and heads in a page. ``pp`` and ``first_layer``: its pipeline stage, and where that begins in the model.
-    ``cp``: which of prefill's context parallel ranks, all of which have all pages.
+    ``cp``: which of prefill's context parallel ranks, all of which have all pages. ``dcp_size``: of decode context
+    parallel (DCP) ranks, among which the tokens of a page number are divided.
     ``state_dtype`` and ``state_axes``: torch's names for what a state a request is made of, and a word for the order of
     its bytes; "" where the model has none.
     """
@@ -49,6 +50,7 @@ class SchedulerProcess:
     pp: int = 0
     first_layer: int = 0
     cp: int = 0
+    dcp_size: int = 1
     state_dtype: str = ""
     state_axes: str = ""
 
@@ -170,19 +172,19 @@ def _pool(
     kv_args: Any,
     place: SchedulerProcess,
 ) -> Pool:
-    """One region an entry, in SGLang's order, which both sides share; a page is ``page_size`` tokens."""
+    """One region an entry, in SGLang's order, which both sides share; a page is of ``page_size`` tokens of the rank."""
     tp = place.layout.tp
     return Pool(
         name=name,
         kind=PoolKind.KV,
-        page_tokens=kv_args.page_size,
+        page_tokens=kv_args.page_size * place.dcp_size,
         pages=min(length // item for length, item in zip(entries.lengths, entries.items, strict=True)),
         dtype=_cache_dtype(kv_args, place),
         regions=tuple(
             Region(layer, component, address, item, item)
             for (layer, component), address, item in zip(names, entries.addresses, entries.items, strict=True)
         ),
-        axes=_axes(layout, total),
+        axes=_axes(layout, total) if place.dcp_size == 1 else _divided(place),
         heads_total=total,
         head_start=place.tp * total // tp,
         head_count=max(total // tp, 1) if total else 0,
@@ -232,6 +234,11 @@ def _axes(layout: str, heads: int) -> str:
     if layout != "nhd":
         return layout
     return "token,head,dim" if heads else ""
+
+
+def _divided(place: SchedulerProcess) -> str:
+    """Says so in a word that is compared: a DCP rank has its tokens by its tp rank, so both sizes must be equal."""
+    return f"tokens over {place.dcp_size} of tp {place.layout.tp}"
 
 
 def aux_buffers(addresses: Sequence[int], lengths: Sequence[int], items: Sequence[int]) -> tuple[AuxBuffer, ...]:

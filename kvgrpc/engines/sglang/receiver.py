@@ -64,7 +64,7 @@ class KvGrpcReceiver(BaseKVReceiver):
         """Gives the pages behind the prefix of ``decode_prefix_len`` tokens that this engine holds already."""
         if self._receiver is None:
             return
-        prefix_pages, rest = divmod(decode_prefix_len or 0, self.kv_mgr.kv_args.page_size)
+        prefix_pages, rest = divmod(decode_prefix_len or 0, self.kv_mgr.page_tokens)
         unsupported = {name: value for name, value in unsupported.items() if value is not None and value is not False}
         if rest or unsupported:
             self.abort(f"kvgrpc serves prefixes of whole pages and no {', '.join(unsupported) or decode_prefix_len}")

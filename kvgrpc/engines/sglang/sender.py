@@ -44,7 +44,7 @@ class KvGrpcSender(BaseKVSender):
 
     def pop_decode_prefix_len(self) -> int:
         """Tokens that decode holds already, a whole number of pages."""
-        return (self._sender.decode_prefix_pages or 0) * int(self.kv_mgr.kv_args.page_size)
+        return (self._sender.decode_prefix_pages or 0) * int(self.kv_mgr.page_tokens)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self._sender.init(num_kv_indices, aux_index)
