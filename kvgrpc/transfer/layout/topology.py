@@ -11,7 +11,7 @@ the first token. dp replicas are independent caches: any serves any.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -274,15 +274,20 @@ def _pool_differences(
 ) -> dict[str, tuple[object, object]]:
     prefill, decode = prefill_shape.pools, decode_shape.pools
     same_stages = prefill_shape.layout.pp == decode_shape.layout.pp
-    outer = 0 if prefill_shape.layout.pp < decode_shape.layout.pp else 1
+    prefill_is_outer = prefill_shape.layout.pp < decode_shape.layout.pp
     if len(prefill) != len(decode):
         return {"pools": ([pool.name for pool in prefill], [pool.name for pool in decode])}
+    of_its_range: Collection[int] = ()
+    if not same_stages:
+        first, count = layers_of_pools(decode if prefill_is_outer else prefill)
+        of_its_range = range(first, first + count)
     differences: dict[str, tuple[object, object]] = {}
     fields = (*_POOL_FIELDS, "head_start", "head_count") if same_tp else _POOL_FIELDS
     for index, (ours, theirs) in enumerate(zip(prefill, decode, strict=True)):
         if not same_stages:
-            held = set(ours.layers), set(theirs.layers)
-            if not held[1 - outer] <= held[outer]:
+            of_stage = {*theirs.layers} if prefill_is_outer else {*ours.layers}
+            of_all = {*ours.layers} if prefill_is_outer else {*theirs.layers}
+            if of_stage != of_all.intersection(of_its_range):
                 differences[f"pools[{index}].layers"] = (_layers_text(ours), _layers_text(theirs))
                 continue
             ours, theirs = shared_layers(ours, theirs)
@@ -328,5 +333,7 @@ def _region_differences(where: str, prefill: Pool, decode: Pool, parts: int) -> 
 
 
 def _layers_text(pool: Pool) -> str:
-    first, count = layers_of_pools([pool])
-    return f"{first} to {first + count - 1}"
+    layers = sorted(set(pool.layers))
+    begins = [at for at, layer in enumerate(layers) if at == 0 or layer != layers[at - 1] + 1]
+    runs = [layers[begin:end] for begin, end in zip(begins, [*begins[1:], len(layers)], strict=True)]
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

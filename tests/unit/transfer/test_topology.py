@@ -51,6 +51,48 @@ def test_stages_that_are_not_the_layers_of_decode_are_refused(stages: list[tuple
     assert refused.value.metadata["mismatchedFields"] == "layers"
 
 
+def of_layers(name: str, *layers: int) -> Pool:
+    return replace(POOL, name=name, regions=tuple(Region(layer, "kv", 4096, 512, 512) for layer in layers))
+
+
+MIXED = of_layers("kv", 1, 3, 5), of_layers("swa", 0, 2, 4)
+LATER = of_layers("kv", 3, 5), of_layers("swa", 4)
+
+
+def test_a_stage_owes_the_layers_of_each_kind_that_it_has() -> None:
+    stage = replace(PREFILL, rank=RankId("P", pp=1), layout=Layout(pp=2), pools=LATER)
+    assert owed_part(stage, replace(DECODE, pools=MIXED)) == Part(3, 3, 0, 8, True)
+    equal = replace(DECODE, rank=RankId("D", pp=1), layout=Layout(pp=2), pools=LATER)
+    assert owed_part(stage, equal) == Part(3, 3, 0, 8, True)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "fields"),
+    [
+        ((of_layers("kv", 3, 5), of_layers("swa", 3)), "pools[1].layers"),  # a layer of the other kind
+        ((of_layers("kv", 5), of_layers("swa", 3, 4)), "pools[0].layers,pools[1].layers"),
+        ((of_layers("kv", 1, 5), of_layers("swa", 0, 4)), "pools[0].layers,pools[1].layers"),  # some in between are not
+    ],
+)
+def test_a_stage_of_which_a_kind_has_other_layers_is_refused(prefill: tuple[Pool, ...], fields: str) -> None:
+    stage = replace(PREFILL, rank=RankId("P", pp=1), layout=Layout(pp=2), pools=prefill)
+    with pytest.raises(ParallelLayoutMismatch) as caught:
+        owed_part(stage, replace(DECODE, pools=MIXED))
+    assert caught.value.metadata["mismatchedFields"] == fields
+    with pytest.raises(ParallelLayoutMismatch) as caught:
+        owed_part(replace(PREFILL, pools=MIXED), replace(DECODE, rank=stage.rank, layout=stage.layout, pools=prefill))
+    assert caught.value.metadata["mismatchedFields"] == fields
+    with pytest.raises(ParallelLayoutMismatch):
+        owed_part(stage, replace(DECODE, rank=RankId("D", pp=1), layout=Layout(pp=2), pools=LATER))
+
+
+def test_layers_that_are_not_in_a_row_are_named_each() -> None:
+    stage = replace(PREFILL, rank=RankId("P", pp=1), layout=Layout(pp=2), pools=LATER)
+    with pytest.raises(ParallelLayoutMismatch) as caught:
+        owed_part(stage, replace(DECODE, pools=(of_layers("kv", 3, 4, 5), MIXED[1])))
+    assert caught.value.metadata["pools[0].layers"] == "3, 5 != 3 to 5"
+
+
 @pytest.mark.parametrize(
     ("prefill", "fields"),
     [
