@@ -276,7 +276,8 @@ class Pool:
         page_tokens: tokens in one page; 0 for pools that do not count tokens.
         pages: pages in the pool; a page number is below it.
         dtype: as torch and numpy name it, "bfloat16", "float8_e4m3fn", "uint8".
-        regions: one for each layer and component; any sequence becomes ``Regions``.
+        regions: one for each layer and component; any sequence becomes ``Regions``. Empty where a pipeline stage has no
+            layer that the pool is of: nothing travels there, and neither dtype nor axes are compared.
         axes: of one page, outermost first, with commas: "token,head,dim", "head,token,dim", "kv,token,head,dim",
             "token,latent"; "" where nobody needs to know (equal layouts).
         heads_total, head_start, head_count: KV heads of the model, the first one held here, and how many; 0 for MLA
@@ -384,8 +385,9 @@ def check_rank(rank: RankRef, layout: Layout, path: str = "rank") -> None:
     raise_if(violations)
 
 
-def check_pools(pools: Sequence[Pool], path: str = "pools", *, addresses: bool = True) -> None:
-    """Raises InvalidRequest naming every field of a pool that cannot be right."""
+def check_pools(pools: Sequence[Pool], path: str = "pools", *, addresses: bool = True, of_a_rank: bool = True) -> None:
+    """Raises InvalidRequest naming every field of a pool that cannot be right. ``of_a_rank``: they are all that a rank
+    has, one of which has regions."""
     violations = []
     names: set[str] = set()
     if (regions := sum(len(pool.regions) for pool in pools)) > MAX_REGIONS:
@@ -401,8 +403,8 @@ def check_pools(pools: Sequence[Pool], path: str = "pools", *, addresses: bool =
             violations.append(Violation(f"{where}.pages", "1 to 2^32-1", pool.pages))
         if pool.kind == PoolKind.KV and pool.page_tokens < 1:
             violations.append(Violation(f"{where}.page_tokens", "at least 1 for a KV pool", pool.page_tokens))
-        if not pool.regions:
-            violations.append(Violation(f"{where}.regions", "at least one", pool.regions))
+        if of_a_rank and not regions:
+            violations.append(Violation(f"{where}.regions", "at least one in a pool of the rank", pool.regions))
         for field, limit in _LONGEST.items():
             if len(getattr(pool, field)) > limit:
                 violations.append(Violation(f"{where}.{field}", f"at most {limit} characters", getattr(pool, field)))

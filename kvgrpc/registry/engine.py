@@ -54,12 +54,18 @@ class SharedShape:
 
     def covers(self, row: RankRow) -> bool:
         """True if the row adds nothing to the shape, and contradicts nothing."""
-        return all(pool.name in self._pools for pool in row.pools) and not self.differences(row)
+        return not any(map(self._adds, row.pools)) and not self.differences(row)
 
     def add(self, row: RankRow) -> None:
         for pool in row.pools:
-            self._pools.setdefault(pool.name, pool)
+            if self._adds(pool):
+                self._pools[pool.name] = pool
             self._holders[pool.name] = self._holders.get(pool.name, 0) + 1
+
+    def _adds(self, pool: Pool) -> bool:
+        """True for the first of its name, and for the first that has layers: only that says what its bytes are."""
+        known = self._pools.get(pool.name)
+        return known is None or (bool(pool.regions) and not known.regions)
 
     def remove(self, row: RankRow) -> None:
         for pool in row.pools:

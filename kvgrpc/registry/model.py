@@ -185,11 +185,13 @@ def engine_differences(role: Role, layout: Layout, model: ModelIdentity, row: Ra
 def pool_differences(known: Pool, offered: Pool) -> dict[str, str]:
     """Returns what must be equal in all pools of one name of an engine, and is not: field -> both values.
 
-    Pages, held heads, location and layers may differ from rank to rank.
+    Pages, held heads, location and layers may differ from rank to rank. A rank that has no layer of the pool does not
+    know what bytes of one are.
     """
+    are_of_bytes = ("dtype", "axes") if known.regions and offered.regions else ()
     return {
         f"pools[{known.name}].{field}": _both(getattr(known, field), getattr(offered, field))
-        for field in ("kind", "page_tokens", "dtype", "axes", "heads_total")
+        for field in ("kind", "page_tokens", "heads_total", *are_of_bytes)
         if getattr(known, field) != getattr(offered, field)
     }
 

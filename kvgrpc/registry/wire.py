@@ -283,7 +283,7 @@ def _shape_of(message: common_pb2.PagePool) -> bytes:
 
 def _check_pool(pool: Pool, path: str) -> None:
     try:
-        check_pools([pool], addresses=False)
+        check_pools([pool], addresses=False, of_a_rank=False)
     except InvalidRequest as error:
         raise_if([replace(wrong, field=path + wrong.field.removeprefix("pools[0]")) for wrong in error.violations])
 
@@ -296,6 +296,8 @@ def _check_row(row: RankRow, path: str) -> None:
         for index, name in enumerate(names)
         if name in names[:index]
     ]
+    if row.pools and not any(pool.regions for pool in row.pools):
+        violations.append(Violation(f"{path}.pools[0].regions", "at least one in a pool of the rank", 0))
     if row.layout.ranks > MAX_ENGINE_RANKS:
         ranks = row.layout.ranks
         violations.append(Violation(f"{path}.layout", f"at most {MAX_ENGINE_RANKS} ranks", ranks))

@@ -97,9 +97,11 @@ class Reference:
 
 
 class WindowReference(Reference):
-    """A Cohere 2: every other layer sees the last ``WINDOW`` tokens alone, of a pool of its own."""
+    """A Cohere 2: every other layer sees the last ``WINDOW`` tokens alone, of a pool of its own; or, ``halves``, those
+    of the first half."""
 
-    def __init__(self, folder: Path, seed: int = 0) -> None:
+    def __init__(self, folder: Path, seed: int = 0, *, halves: bool = False) -> None:
+        self._halves = halves
         super().__init__(folder, WINDOWED, seed)
 
     def for_sglang(self) -> WindowReference:
@@ -114,6 +116,8 @@ class WindowReference(Reference):
 
     def _make(self, size: Size) -> Any:
         kinds = ["sliding_attention", "full_attention"] * (size.layers // 2)
+        if self._halves:
+            kinds.sort(reverse=True)
         more = {"tie_word_embeddings": True, "pad_token_id": 0, "logit_scale": 1.0}
         return Cohere2ForCausalLM(Cohere2Config(**{**_sizes(size), **more}, sliding_window=WINDOW, layer_types=kinds))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +63,7 @@ from kvgrpc.engines.vllm.rank import (
 )
 from kvgrpc.engines.vllm.reached import reached
 from kvgrpc.errors import AddressNotAllowed, FeatureDisabled, InvalidRequest
-from kvgrpc.model import Attention, ModelIdentity, PoolKind, Role
+from kvgrpc.model import Attention, ModelIdentity, Pool, PoolKind, Role
 
 BLOCK = 16
 
@@ -133,7 +134,6 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
             cache_config(attention()),
             'kv_both.* ask .* "untried": "pipeline"',
         ),
-        (engine(pipeline_parallel_size=2), cache_config(WINDOW, attention()), "pipeline .* several groups of layers"),
         (
             with_speculation("dflash"),
             cache_config(attention()),
@@ -258,21 +258,48 @@ def test_a_pipeline_stage_says_which_layers_of_the_model_it_has() -> None:
     assert (rank_config(place, (pool,), model_of(config, pool, place)).layout.pp, place.pp) == (2, 1)
 
 
+def stage_of(specs: tuple[Any, ...], *layers: Sequence[int]) -> tuple[Pool, ...]:
+    """What a stage of two says that has these layers of each group, and no others."""
+    config, caches = engine(pipeline_parallel_size=2), cache_config(*specs)
+    check_supported(config, caches)
+    memory: dict[str, torch.Tensor] = {}
+    for group, spec, numbers in zip(caches.kv_cache_groups, specs, layers, strict=True):
+        group.layer_names[:] = [f"model.layers.{number}.mixer" for number in numbers]
+        shape = (8, 1, 1, 224) if isinstance(spec, MambaSpec) else (8, 4, BLOCK, 16)
+        memory.update({name: torch.zeros(shape) for name in group.layer_names})
+    return pools_of(memory, config, caches, 0)
+
+
+def test_a_pipeline_stage_says_which_layers_of_each_group_it_has_and_where_it_has_none() -> None:
+    specs = state(), attention(), WINDOW
+    assert [(pool.name, list(pool.layers)) for pool in stage_of(specs, [2], [], [0, 4])] == [
+        ("kv", []),
+        ("swa-1", [0, 4]),
+        ("state-2", [2]),
+    ]
+    kv, window, states = stage_of(specs, [], [5, 3], [])
+    assert (list(kv.layers), list(window.layers), list(states.layers)) == ([3, 5], [], [])
+    # The type that the model is said to have, and heads, are of the first pool, whoever has its layers.
+    (other, *_) = stage_of(specs, [2], [], [])
+    assert (other.dtype, other.heads_total, other.head_count) == (kv.dtype, kv.heads_total, kv.head_count)
+    assert (kv.dtype, kv.heads_total, kv.head_count) == ("float32", 4, 4)
+
+
 @pytest.mark.parametrize(
-    ("names", "only", "numbers"),
+    ("names", "numbers"),
     [
-        (["model.layers.1.attn", "model.layers.0.attn"], True, [1, 0]),
-        (["model.layers.1.attn", "model.layers.3.attn"], False, [0, 1]),
-        (["model.layers.1.a", "draft.layers.1.a"], True, [0, 1]),
-        (["layer1.a", "layers.2.experts.3.a"], True, [0, 1]),
+        (["model.layers.1.attn", "model.layers.0.attn"], [1, 0]),
+        (["model.layers.1.attn", "model.layers.3.attn"], [1, 3]),
+        (["model.layers.1.a", "draft.layers.1.a"], [0, 1]),
+        (["layer1.a", "layers.2.experts.3.a"], [0, 1]),
     ],
-    ids=["numbered", "of several groups", "twice", "not numbered"],
+    ids=["numbered", "with gaps", "twice", "not numbered"],
 )
-def test_layers_are_numbered_by_their_names_or_in_their_order(names: list[str], only: bool, numbers: list[int]) -> None:
-    assert list(layer_numbers(names, only, 1)) == numbers
+def test_layers_are_numbered_by_their_names_or_in_their_order(names: list[str], numbers: list[int]) -> None:
+    assert list(layer_numbers(names, 1)) == numbers
     if numbers == [0, 1]:
         with pytest.raises(FeatureDisabled, match=r"do not number them: .*use --pipeline-parallel-size 1"):
-            layer_numbers(names, only, 2)
+            layer_numbers(names, 2)
 
 
 @pytest.mark.parametrize("specs", [(WINDOW, attention()), (WINDOW,), (WINDOW, attention(), WINDOW, attention())])

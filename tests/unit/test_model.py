@@ -53,7 +53,7 @@ def wrong_fields(*pools: Pool) -> list[str]:
         (pool(pages=0), "pools[0].pages"),
         (pool(pages=NARROW), "pools[0].pages"),
         (pool(page_tokens=0), "pools[0].page_tokens"),
-        (pool(regions=()), "pools[0].regions"),
+        (pool(regions=()), "pools[0].regions"),  # of a rank that has no other
         (pool(dtype="d" * (MAX_WORD_CHARS + 1)), "pools[0].dtype"),
         (pool(axes="a" * 257), "pools[0].axes"),
         (pool(location="l" * (MAX_WORD_CHARS + 1)), "pools[0].location"),
@@ -90,6 +90,8 @@ def test_pools_have_names_of_their_own_and_a_bound_together() -> None:
 def test_what_is_just_right_is_taken() -> None:
     check([pool(name="n" * 128, dtype="d" * MAX_WORD_CHARS, axes="a" * 256, location="l" * MAX_WORD_CHARS)])
     check([pool(kind=PoolKind.STATE, page_tokens=0)])
+    check([pool(regions=(), dtype="", axes=""), pool(name="of this stage's layers")])
+    check([pool(regions=())], of_a_rank=False)
     check([pool(page_tokens=1)])
     check([pool(pages=NARROW - 1), pool(name="b", heads_total=NARROW - 1), pool(name="c", head_start=0, pages=1)])
     check([region(layer=NARROW - 1, page_bytes=1)])

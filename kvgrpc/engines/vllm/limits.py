@@ -58,12 +58,6 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
             f'ask for it by name: "{UNTRIED}": "{PIPELINE}" in kv_connector_extra_config',
         ),
         (
-            parallel.pipeline_parallel_size > 1 and len(specs) > 1,
-            "pipeline parallelism of models with several groups of layers (sliding windows, states)",
-            "a stage may have no layer of some group, and a pool is of layers",
-            "use --pipeline-parallel-size 1",
-        ),
-        (
             parallel.decode_context_parallel_size > 1,
             f"--decode-context-parallel-size {parallel.decode_context_parallel_size}",
             "a rank holds some of a request's tokens",

@@ -7,7 +7,7 @@ import math
 import re
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,29 +123,30 @@ def rank_config(place: WorkerProcess, pools: Sequence[Pool], model: ModelIdentit
 
 
 def pools_of(caches: Mapping[str, torch.Tensor], config: Any, kv_cache_config: Any, tp_rank: int) -> tuple[Pool, ...]:
-    """A pool for each group of layers. Several may have the same memory: each block is one group's at a time.
+    """A pool for each group of layers, without regions where a pipeline stage has none of them. Several may have the
+    same memory: each block is one group's at a time.
 
     Raises FeatureDisabled for a cache whose blocks are not dense, each layer by itself.
     """
     found = []
     for group in groups_of(kv_cache_config):
-        for name in kv_cache_config.kv_cache_groups[group.index].layer_names:
-            _check_dense(name, caches[name], kv_cache_config.num_blocks, padded=group.has_state)
+        held = {name: caches[name] for name in kv_cache_config.kv_cache_groups[group.index].layer_names}
+        for name, cache in held.items():
+            _check_dense(name, cache, kv_cache_config.num_blocks, padded=group.has_state)
         if group.has_state:
-            found.append(_states(group, caches, kv_cache_config))
+            found.append(_states(group, held, config, kv_cache_config))
         else:
-            found.append(_pool(group, caches, config, kv_cache_config, tp_rank))
+            found.append(_pool(group, held, config, kv_cache_config, tp_rank))
     return tuple(found)
 
 
 def _pool(group: Group, caches: Mapping[str, torch.Tensor], config: Any, kv_cache_config: Any, tp_rank: int) -> Pool:
     """One region a layer; a page is a block of the scheduler."""
-    blocks, its = kv_cache_config.num_blocks, kv_cache_config.kv_cache_groups[group.index]
+    blocks, spec = kv_cache_config.num_blocks, kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
     names: dict[int, str] = {}  # by address: some layers may share one cache
-    for name in its.layer_names:
-        names.setdefault(caches[name].data_ptr(), name)
-    is_only = len(kv_cache_config.kv_cache_groups) == 1
-    numbers = layer_numbers(list(names.values()), is_only, config.parallel_config.pipeline_parallel_size)
+    for name, cache in caches.items():
+        names.setdefault(cache.data_ptr(), name)
+    numbers = layer_numbers(list(names.values()), config.parallel_config.pipeline_parallel_size)
     held = [caches[name] for name in names.values()]
     regions = (
         Region(number, "kv", cache.data_ptr(), cache.nbytes // blocks, cache.nbytes // blocks)
@@ -156,23 +157,24 @@ def _pool(group: Group, caches: Mapping[str, torch.Tensor], config: Any, kv_cach
         kind=PoolKind.KV,
         page_tokens=group.block_tokens,
         pages=blocks,
-        dtype=dtype_name(config.cache_config.cache_dtype, held[0].dtype),
+        # The model's type is that of its first pool, also in a stage that has no layer of it.
+        dtype=dtype_name(config.cache_config.cache_dtype, held[0].dtype if held else specs_of(spec)[0].dtype),
         regions=tuple(sorted(regions)),
-        axes=_axes(kv_cache_config.kv_cache_layout or "", config, held[0], blocks),
-        location=_location(held[0]),
-        **_heads(config, tp_rank, [spec.num_kv_heads for spec in specs_of(its.kv_cache_spec)]),
+        axes=_axes(kv_cache_config.kv_cache_layout or "", config, caches, blocks),
+        location=_location(held),
+        **_heads(config, tp_rank, [each.num_kv_heads for each in specs_of(spec)]),
     )
 
 
-def layer_numbers(names: Sequence[str], is_only_group: bool, stages: int) -> Sequence[int]:
-    """In the whole model, which vLLM's names of layers say ("model.layers.3.self_attn.attn"). Where they do not, or
-    there are several groups, their order in vLLM, which both sides share.
+def layer_numbers(names: Sequence[str], stages: int) -> Sequence[int]:
+    """In the whole model, which vLLM's names of layers say ("model.layers.3.self_attn.attn"). Where they do not, their
+    order in vLLM, which both sides share.
 
     Raises FeatureDisabled where that cannot be, because a pipeline stage has some of the layers.
     """
     found = [_NUMBER.findall(name) for name in names]
     numbers = [int(each[0]) for each in found if len(each) == 1]
-    if is_only_group and len(set(numbers)) == len(names):
+    if len(set(numbers)) == len(names):
         return numbers
     if stages > 1:
         raise FeatureDisabled(
@@ -183,27 +185,28 @@ def layer_numbers(names: Sequence[str], is_only_group: bool, stages: int) -> Seq
     return range(len(names))
 
 
-def _states(group: Group, caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> Pool:
+def _states(group: Group, caches: Mapping[str, torch.Tensor], config: Any, kv_cache_config: Any) -> Pool:
     """One region a layer. A page is the state of a request, and not what vLLM adds to make its block as large as those
     of other layers.
     """
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout  # heavy, and for these models alone
 
-    its = kv_cache_config.kv_cache_groups[group.index]
-    specs = {name: spec_of_layer(its.kv_cache_spec, name) for name in its.layer_names}
-    first = caches[its.layer_names[0]]
+    its = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
+    numbers = layer_numbers(list(caches), config.parallel_config.pipeline_parallel_size)
+    regions = (
+        Region(number, "state", cache.data_ptr(), _block_bytes(cache), _state_bytes(spec_of_layer(its, name)))
+        for number, (name, cache) in zip(numbers, caches.items(), strict=True)
+    )
+    dtypes = {str(dtype).removeprefix("torch.") for spec in specs_of(its) for dtype in spec.dtypes}
     return Pool(
         name=group.pool,
         kind=PoolKind.STATE,
         page_tokens=0,  # a state is of as many tokens as there were
         pages=kv_cache_config.num_blocks,
-        dtype=",".join(sorted({str(dtype).removeprefix("torch.") for each in specs.values() for dtype in each.dtypes})),
-        regions=tuple(
-            Region(layer, "state", cache.data_ptr(), _block_bytes(cache), _state_bytes(specs[name]))
-            for layer, (name, cache) in enumerate((name, caches[name]) for name in its.layer_names)
-        ),
+        dtype=",".join(sorted(dtypes)),
+        regions=tuple(sorted(regions)),
         axes=f"convolution:{get_conv_state_layout()}",
-        location=_location(first),
+        location=_location(list(caches.values())),
     )
 
 
@@ -218,14 +221,15 @@ def model_of(config: Any, pool: Pool, place: WorkerProcess) -> ModelIdentity:
     return identity(model.model, model.revision, pool.dtype, pool.dtype, model.use_mla, place.model_name)
 
 
-def _axes(layout: str, config: Any, cache: torch.Tensor, blocks: int) -> str:
+def _axes(layout: str, config: Any, caches: Mapping[str, torch.Tensor], blocks: int) -> str:
     """vLLM's letters of a page (layer, block, head, token, content) in our words, where a page is one of its blocks.
 
     Where in the content keys and values are is known of some attention backends; of the others vLLM alone reads it.
     """
-    if layout != "LBHNC" or cache.shape[0] != blocks:  # a block is several of the kernel's
+    cache = next(iter(caches.values()), None)
+    if layout != "LBHNC" or cache is None or cache.shape[0] != blocks:  # a block is several of the kernel's
         return layout
-    backend = attention_backend(config)
+    backend = attention_backend(config, caches)
     return cpu_content(cache) if backend == "CPU_ATTN" else _CONTENT.get(backend, "head,token,dim")
 
 
@@ -255,10 +259,12 @@ def cpu_content(cache: torch.Tensor) -> str:
     return f"head,kv,{isa}-{zlib.crc32(block.view(torch.uint8).numpy().tobytes()):08x}"
 
 
-def attention_backend(config: Any) -> str:
-    """The name of the only attention backend of the model's layers, "" where there are several, or none to ask."""
-    layers = getattr(getattr(config, "compilation_config", None), "static_forward_context", {}).values()
-    names = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
+def attention_backend(config: Any, of: Collection[str] | None = None) -> str:
+    """The name of the only attention backend of these layers, without names of all that are here, "" where there are
+    several, or none to ask."""
+    layers = getattr(getattr(config, "compilation_config", None), "static_forward_context", {})
+    asked = [layer for name, layer in layers.items() if of is None or name in of]
+    names = {layer.attn_backend.get_name() for layer in asked if hasattr(layer, "attn_backend")}
     return names.pop() if len(names) == 1 else ""
 
 
@@ -279,8 +285,8 @@ def _state_bytes(spec: Any) -> int:
     return sum(int(math.prod(shape) * dtype.itemsize) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
 
 
-def _location(cache: torch.Tensor) -> str:
-    return f"cuda:{cache.device.index}" if cache.is_cuda else "cpu:0"
+def _location(caches: Sequence[torch.Tensor]) -> str:
+    return f"cuda:{caches[0].device.index}" if caches and caches[0].is_cuda else "cpu:0"
 
 
 def _block_bytes(cache: torch.Tensor) -> int:

@@ -66,9 +66,11 @@ def runs(source: Pool, destination: Pool) -> Runs:
     """The bytes of the heads that both pools hold, on either side: region by region, run by run; where several pages of
     the source fill one of the destination's, of the first of them.
 
-    Whole regions where both hold the same heads in the same order. Raises ValueError for heads, and parts of pages,
-    that cannot be told apart.
+    Whole regions where both hold the same heads in the same order; none where neither has a layer of the pool. Raises
+    ValueError for heads, and parts of pages, that cannot be told apart.
     """
+    if not source.regions and not destination.regions:
+        return Runs([], [])
     parts = parts_of_page(source, destination)
     if parts is None:
         raise ValueError(f"pool {source.name!r}: {source.page_tokens} tokens are no part of {destination.page_tokens}")

@@ -291,16 +291,18 @@ def _pool_differences(
                 differences[f"pools[{index}].layers"] = (_layers_text(ours), _layers_text(theirs))
                 continue
             ours, theirs = shared_layers(ours, theirs)
+        are_empty = not ours.regions and not theirs.regions
         translated = not sliceable(ours, theirs) and translates(ours, theirs)
         parts = _parts(index, ours, theirs)
         for name in fields:
             one, other = getattr(ours, name), getattr(theirs, name)
             allowed = (translated and name == "axes") or (parts > 1 and name == "page_tokens")
+            allowed = allowed or (are_empty and name in ("dtype", "axes"))
             if one != other and not allowed:
                 differences[f"pools[{index}].{name}"] = (one, other)
         if not same_tp and not theirs.heads_total and not mla:
             differences[f"pools[{index}].heads_total"] = (0, "above 0, or model.attention MLA: layout.tp differs")
-        if translated:
+        if translated or are_empty:
             continue
         if ours.head_count != theirs.head_count and not sliceable(ours, theirs):
             differences[f"pools[{index}].axes"] = (ours.axes, f"{theirs.axes}: must say where heads are")
@@ -333,6 +335,8 @@ def _region_differences(where: str, prefill: Pool, decode: Pool, parts: int) -> 
 
 
 def _layers_text(pool: Pool) -> str:
+    if not pool.regions:
+        return "none"
     layers = sorted(set(pool.layers))
     begins = [at for at, layer in enumerate(layers) if at == 0 or layer != layers[at - 1] + 1]
     runs = [layers[begin:end] for begin, end in zip(begins, [*begins[1:], len(layers)], strict=True)]

@@ -128,6 +128,19 @@ class TestRegister:
             known.register([row()])
         assert refused.value.metadata["pools"] == "registered kv,swa, offered none"
 
+    def test_a_rank_without_layers_of_a_pool_says_nothing_of_its_bytes(self, known: MemoryRegistry) -> None:
+        """Those that have some are compared with each other, whichever comes first."""
+        three, without = Layout(tp=3), replace(pool(), regions=(), dtype="")
+        known.register([row(tp=0, layout=three, pools=(without, pool("swa")))])
+        known.register([row(tp=1, layout=three, pools=(pool(),))])
+        for wrong, field in (
+            (replace(pool(), dtype="int8"), "dtype"),
+            (replace(without, page_tokens=32), "page_tokens"),
+        ):
+            with pytest.raises(RegistrationShapeConflict) as refused:
+                known.register([row(tp=2, layout=three, pools=(wrong,))])
+            assert refused.value.metadata["mismatchedFields"] == f"pools[kv].{field}"
+
     def test_a_conflict_tells_at_most_16_fields_of_120_characters(self, known: MemoryRegistry) -> None:
         pools = [pool(f"kv{number}") for number in range(20)]
         known.register([row(tp=0, layout=TP2, pools=tuple(pools), model=ModelIdentity("a" * 130))])

@@ -86,6 +86,21 @@ def test_a_stage_of_which_a_kind_has_other_layers_is_refused(prefill: tuple[Pool
         owed_part(stage, replace(DECODE, rank=RankId("D", pp=1), layout=Layout(pp=2), pools=LATER))
 
 
+def test_a_pool_of_which_a_stage_has_no_layer_says_nothing_of_its_bytes() -> None:
+    without = replace(POOL, name="swa", regions=(), dtype="", axes="")
+    stage = replace(PREFILL, rank=RankId("P", pp=1), layout=Layout(pp=2), pools=(of_layers("kv", 5), without))
+    whole = of_layers("kv", 1, 5), replace(of_layers("swa", 0, 2), axes="token,dim")
+    assert owed_part(stage, replace(DECODE, pools=whole)) == Part(5, 1, 0, 8, True)
+    equal = replace(DECODE, rank=stage.rank, layout=stage.layout, pools=stage.pools)
+    assert owed_part(stage, equal) == Part(5, 1, 0, 8, True)
+    with pytest.raises(ParallelLayoutMismatch) as caught:  # a layer that the other side has
+        owed_part(stage, replace(DECODE, pools=(of_layers("kv", 1), of_layers("swa", 0, 5))))
+    assert caught.value.metadata["pools[1].layers"] == "none != 0, 5"
+    with pytest.raises(ParallelLayoutMismatch) as caught:  # its pages are numbered all the same
+        owed_part(stage, replace(DECODE, pools=(whole[0], replace(whole[1], page_tokens=32))))
+    assert caught.value.metadata["mismatchedFields"] == "pools[1].page_tokens"
+
+
 def test_layers_that_are_not_in_a_row_are_named_each() -> None:
     stage = replace(PREFILL, rank=RankId("P", pp=1), layout=Layout(pp=2), pools=LATER)
     with pytest.raises(ParallelLayoutMismatch) as caught:

@@ -56,7 +56,7 @@ def axes_of(spec: Any, config: Any, workers: Sequence[AttentionFacts | None], ch
     if order is None or dtype not in DTYPES or config.model_config.use_mla or len(set(first.layers)) != 1:
         return None
     group, names = its.groups[0], list(its.groups[0].layer_names)
-    if len(its.groups) != 1 or list(layer_numbers(names, True, 1)) != list(range(len(names))):
+    if len(its.groups) != 1 or list(layer_numbers(names, 1)) != list(range(len(names))):
         return None
     _, head_size, tokens, element_bytes = first.layers[0]
     if len(names) != len(first.layers) or tokens != group.tokens_per_block:
