@@ -354,6 +354,27 @@ class RecurrentReference(Reference):
         return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**common, **state, **width))
 
 
+class StatesReference(Reference):
+    """A Mamba 2: none of its layers keeps a token."""
+
+    def _make(self, size: Size) -> Any:
+        own = {name: value for name, value in _sizes(size).items() if name != "num_key_value_heads"}
+        state = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 32, "conv_kernel": 4}
+        return transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**own, **state, pad_token_id=0))
+
+    @torch.no_grad()
+    def _continue(self, prompt: list[int], new_tokens: int) -> list[int] | None:
+        """Without a cache, which transformers hands on otherwise here."""
+        tokens = list[int]()
+        for _ in range(new_tokens):
+            logits = self._model(torch.tensor([prompt + tokens]), use_cache=False).logits[0, -1]
+            best = logits.topk(2)
+            if best.values[0] - best.values[1] <= SURE * (logits.max() - logits.min()):
+                return None
+            tokens.append(int(best.indices[0]))
+        return tokens
+
+
 def _sizes(size: Size) -> dict[str, Any]:
     return {
         "hidden_size": size.hidden,

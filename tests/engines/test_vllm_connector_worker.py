@@ -141,7 +141,6 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
         ),
         (with_speculation("mtp"), cache_config(attention(), state()), "by mtp with layers that keep a state: .*never"),
         (engine(), cache_config(attention(RSWASpec, rswa_window=64)), r"nor a state \(RSWASpec\)"),
-        (engine(), cache_config(state()), "all of whose layers keep a state"),
         (engine(), cache_config(attention(), state("MAMBA1"), state()), r"kind MAMBA1.*ask .*\"untried\": \"MAMBA1\""),
         (engine(), cache_config(latents(cache_role=SparseCacheRole.INDEXER)), "layers of the kind INDEXER: .*never"),
         (
@@ -382,6 +381,17 @@ def test_states_are_a_pool_of_their_own_behind_the_others_without_what_fills_the
     assert (states.kind, states.page_tokens, states.pages, states.heads_total) == (PoolKind.STATE, 0, 8, 0)
     assert states.dtype == "bfloat16,float32" and states.axes in ("convolution:SD", "convolution:DS")
     assert [region[2:] for region in states.regions] == [(raw.data_ptr(), 4096, 224)]
+
+
+def test_where_all_layers_keep_a_state_it_is_the_first_pool() -> None:
+    caches = cache_config(state("MAMBA2"))
+    check_supported(engine(), caches)
+    (group,) = groups_of(caches)
+    (pool,) = pools_of({"l": torch.zeros(8, 1, 1, 224, dtype=torch.int8)}, engine(), caches, 0)
+    assert (pool.name, pool.kind, pool.page_tokens) == ("kv", PoolKind.STATE, 0)
+    # Wanted behind some tokens, behind all that there are, and of a prompt of one, which has none.
+    assert [group.pages_held(*tokens) for tokens in ((0, 40), (2 * BLOCK, 40), (40, 40), (0, 0))] == [0, 0, 1, 0]
+    assert group.blocks_of(([7, 8, 9],), 2 * BLOCK, 40) == (9,)
 
 
 def test_layers_with_heads_of_another_number_are_for_equal_parallel_sizes_only() -> None:

@@ -92,7 +92,7 @@ def worker_with(monkeypatch: pytest.MonkeyPatch, *pools: str, rank: Any = None) 
         "get_pcp_group": SimpleNamespace(rank_in_group=0),
         "WorkerProcess": place,
         "pools_of": [SimpleNamespace(name=name, page_bytes=PAGE_BYTES) for name in pools],
-        "groups_of": [SimpleNamespace(moves_on=False) for _ in pools],
+        "groups_of": [SimpleNamespace(moves_on=False, has_state=False) for _ in pools],
         "model_of": None,
         "rank_config": None,
         "open_rank": rank,

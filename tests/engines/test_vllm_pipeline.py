@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.engines.model import STAGED, Reference
 from tests.engines.pipeline import LENGTHS, check, check_at_once, kill_last_stage
-from tests.engines.vllm_engine import VllmPair
+from tests.engines.vllm_engine import VllmPair, stages
 
 pytestmark = pytest.mark.timeout(900)
 SIZES = (2, 1), (2, 2), (1, 2)
-
-
-def stages(count: int) -> dict[str, Any]:
-    """Compiled, as by default: without, vLLM's worker for CPUs has no memory to receive what the stage before it
-    computed."""
-    return {} if count == 1 else {"pipeline_parallel_size": count, "distributed_executor_backend": "mp"}
 
 
 @pytest.fixture(scope="module")

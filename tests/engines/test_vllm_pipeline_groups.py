@@ -13,9 +13,7 @@ from kvgrpc.client import SyncClient
 from tests.engines.model import RecurrentReference, Reference, WindowReference
 from tests.engines.pipeline import check, check_at_once, kill_last_stage
 from tests.engines.stages import rank_addresses
-from tests.engines.test_vllm_pipeline import stages
-from tests.engines.test_vllm_recurrent import IN_32_BITS
-from tests.engines.vllm_engine import VllmPair
+from tests.engines.vllm_engine import IN_32_BITS, VllmPair, stages
 
 pytestmark = pytest.mark.timeout(900)
 LENGTHS = (1, 3, 100, 300)

@@ -12,11 +12,9 @@ from kvgrpc.client import SyncClient
 from kvgrpc.v1 import common_pb2 as pb
 from tests.engines.model import Case, RecurrentReference
 from tests.engines.stages import rank_address
-from tests.engines.vllm_engine import BLOCK, VllmPair
+from tests.engines.vllm_engine import BLOCK, IN_32_BITS, VllmPair
 
 pytestmark = pytest.mark.timeout(700)
-# Of Qwen's layers, and for vLLM's prefix cache.
-IN_32_BITS = {"VLLM_ON_CPU_PLUGIN": "tests.engines.recurrent_on_cpu:register"}
 # vLLM hears of a failure when the blocks are quiet, 2 s after the proof that prefill is dead (docs/session.md rule 8,
 # pages come back by evidence), which takes 1 s. The rest is a scheduler step, and two cores.
 QUIET_SECONDS = 6.0

@@ -26,6 +26,8 @@ ON_CPU_MLA = {
     "max_num_batched_tokens": 512,
     "enforce_eager": True,
 }
+# Of Qwen's and Mamba's layers, and for vLLM's prefix cache.
+IN_32_BITS = {"VLLM_ON_CPU_PLUGIN": "tests.engines.recurrent_on_cpu:register"}
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -153,3 +155,9 @@ def vllm_arguments(model: Path, tp: int) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "disable_log_stats": True,
     }
+
+
+def stages(count: int) -> dict[str, Any]:
+    """Compiled, as by default: without, vLLM's worker for CPUs has no memory to receive what the stage before it
+    computed."""
+    return {} if count == 1 else {"pipeline_parallel_size": count, "distributed_executor_backend": "mp"}

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+# The first pool, whatever its layers keep.
 KV = "kv"
 # Kinds of layers of which a hand-off with tokens equal was seen. Others are for who asks for them by name.
 _TRIED = frozenset({"GDN_ATTN", "MAMBA2", "SHORT_CONV", "ChunkedLocalAttentionSpec"})
@@ -47,6 +48,14 @@ class Group:
     def pages(self, tokens: int) -> int:
         """Returns how many blocks so many tokens have, those without one counted."""
         return -(-tokens // self.block_tokens)
+
+    def pages_held(self, first: int, stop: int) -> int:
+        """Returns how many of its pages a request has no need of that asks for tokens [first, stop): those before the
+        first, and of a state, of which there is one, the only one if it asks for nothing.
+        """
+        if self.has_state:
+            return int(0 < stop <= first)
+        return first // self.block_tokens if first < stop else self.pages(stop)
 
     def blocks_of(self, blocks: Sequence[Sequence[int]], first: int, stop: int) -> tuple[int, ...]:
         """Blocks of a request, given for each of vLLM's groups, that hold its tokens [first, stop), or its state behind

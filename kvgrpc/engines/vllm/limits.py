@@ -101,12 +101,6 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
             "use another kv_connector",
         ),
         (
-            bool(specs) and all(has_state(spec) for spec in specs),
-            "models all of whose layers keep a state",
-            "a prompt has no pages then, and a hand-off counts them",
-            "use another kv_connector",
-        ),
-        (
             bool(untried),
             f"layers of the kind {', '.join(untried)}",
             "they would be handed over as others are, but were never run",

@@ -99,7 +99,7 @@ class Scheduler:
         if self._wants(request):
             stop = self._handed_over(request)
             own = self._pages(blocks.get_block_ids(), stop - elsewhere, stop) if elsewhere else {}
-            held = (stop - elsewhere) // self._groups[0].block_tokens if elsewhere else self._groups[0].pages(stop)
+            held = self._groups[0].pages_held(stop - elsewhere, stop)
             self._next.receives[number] = _receive(request, own, held)
             self._awaited[number] = frozenset(page for pages in own.values() for page in pages)
             self._next.queued.pop(number, None)

@@ -45,6 +45,7 @@ class Worker:
         # Windows and states are of a prompt's end. Where all of it is sent, blocks of the two sides may differ in size.
         groups = groups_of(kv_cache_config)
         self._align = Align.HEAD if len(groups) == 1 and not groups[0].moves_on else Align.TAIL
+        self._fails_pages = len(groups) == 1 and not groups[0].has_state
         self._sending: dict[str, Sending] = {}
         self._receiving: dict[str, Receiving] = {}
         # Rooms of requests that wait for blocks.
@@ -113,8 +114,8 @@ class Worker:
         return failed
 
     def take_failed_requests(self) -> set[str]:
-        """Requests whose hand-offs failed since the last call, where there are several groups of layers: a page number
-        alone does not say whose it is."""
+        """Requests whose hand-offs failed since the last call, where a page number alone does not say of how many
+        tokens it is: there are several groups of layers, or it is a state."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
@@ -146,10 +147,10 @@ class Worker:
         return waited_for
 
     def _fail(self, number: str, receiving: Receiving) -> None:
-        if len(self._page_bytes) > 1:
-            self._failed_requests.add(number)
-        else:
+        if self._fails_pages:
             self._failed_pages.update(receiving.pages.get(KV, ()))
+        else:
+            self._failed_requests.add(number)
 
     def _sending_of(self, number: str, transfer_id: str, decode: str = "") -> Sending:
         """A request that was preempted is announced again."""
