@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvgrpc.engines.vllm import worker as module
-from kvgrpc.engines.vllm.handoffs import Handoffs, Receive, Send
+from kvgrpc.engines.vllm.handoffs import Handoffs, Pages, Receive, Send
 from kvgrpc.engines.vllm.worker import Worker
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import Role
@@ -83,7 +83,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, rooms: dict[int, Room]) -> Worker:
     return worker_with(monkeypatch, "kv")
 
 
-def worker_with(monkeypatch: pytest.MonkeyPatch, *pools: str, rank: Any = None) -> Worker:
+def worker_with(monkeypatch: pytest.MonkeyPatch, *pools: str, rank: Any = None, has_state: bool = False) -> Worker:
     place = SimpleNamespace(external="", serves_registry=False, roles=tuple(Role))
     rank = rank or SimpleNamespace(transfer=object(), ref="rank", address="127.0.0.1:1")
     for name, value in {
@@ -92,7 +92,7 @@ def worker_with(monkeypatch: pytest.MonkeyPatch, *pools: str, rank: Any = None) 
         "get_pcp_group": SimpleNamespace(rank_in_group=0),
         "WorkerProcess": place,
         "pools_of": [SimpleNamespace(name=name, page_bytes=PAGE_BYTES) for name in pools],
-        "groups_of": [SimpleNamespace(moves_on=False, has_state=False) for _ in pools],
+        "groups_of": [SimpleNamespace(moves_on=has_state, has_state=has_state) for _ in pools],
         "model_of": None,
         "rank_config": None,
         "open_rank": rank,
@@ -236,11 +236,12 @@ def test_a_failure_names_its_pages_at_once_and_the_request_when_they_are_quiet(
     assert stats is not None and stats.data["failed"] == {"PEER_LOST": 1}
 
 
-def test_of_several_groups_a_failure_names_its_request_because_vllm_takes_no_pages_of_them(
-    monkeypatch: pytest.MonkeyPatch, rooms: dict[int, Room]
+@pytest.mark.parametrize("pages", [{"kv": (7, 8), "swa-1": (3,)}, {"kv": (7,)}], ids=["several groups", "a state"])
+def test_of_several_groups_or_a_state_a_failure_names_its_request_because_vllm_takes_no_pages_of_them(
+    monkeypatch: pytest.MonkeyPatch, rooms: dict[int, Room], pages: Pages
 ) -> None:
-    worker = worker_with(monkeypatch, "kv", "swa-1")
-    worker.take_on(Handoffs(receives={"r": Receive("x", WHERE, "e", {"kv": (7, 8), "swa-1": (3,)})}))
+    worker = worker_with(monkeypatch, *pages, has_state=len(pages) == 1)
+    worker.take_on(Handoffs(receives={"r": Receive("x", WHERE, "e", pages)}))
     waited = room(rooms, "x")
     waited.fail(Reason.PEER_LOST)
     assert worker.finished(()) == NOTHING

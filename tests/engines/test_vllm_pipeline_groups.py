@@ -43,9 +43,9 @@ def states(folder: Path) -> Reference:
 HALVES: Layers = [{"kv": [], "swa-1": [0, 1]}, {"kv": [2, 3], "swa-1": []}]
 IN_TURN: Layers = [{"kv": [1], "state-1": [0]}, {"kv": [3], "state-1": [2]}]
 SETTINGS = {
-    "windows 2 to 2": Setting(windows, HALVES, HALVES, {}),
-    "windows 2 to 1": Setting(windows, HALVES, [{"kv": [2, 3], "swa-1": [0, 1]}], {}),
-    "states 2 to 2": Setting(states, IN_TURN, IN_TURN, IN_32_BITS),
+    "windows": Setting(windows, HALVES, HALVES, {}),
+    "to one stage": Setting(windows, HALVES, [{"kv": [2, 3], "swa-1": [0, 1]}], {}),
+    "states": Setting(states, IN_TURN, IN_TURN, IN_32_BITS),
 }
 
 
@@ -90,4 +90,4 @@ def test_requests_at_once_and_cancelled_ones_leave_no_page_behind(pair: VllmPair
 def test_a_stage_that_is_killed_fails_what_waits_for_it_and_its_engine_serves_again(
     pair: VllmPair, model: Reference
 ) -> None:
-    kill_last_stage(pair, model, "prefill")
+    kill_last_stage(pair, model, "prefill", shortens=True)
