@@ -9,7 +9,7 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from tests.engines.model import WINDOW, Case, WindowReference
-from tests.engines.stages import rank_address
+from tests.engines.stages import handed_over, rank_address
 from tests.engines.vllm_engine import BLOCK, VllmPair
 
 pytestmark = pytest.mark.timeout(700)
@@ -34,11 +34,14 @@ def pair(folder: Path, windowed: WindowReference) -> Iterator[VllmPair]:
     pair.close()
 
 
-def check(pair: VllmPair, case: Case) -> None:
-    """A hand-off that is not used has other tokens: decode does not know the prompt."""
-    prefill, decode = pair.submit_unseen(case.prompt, len(case.tokens))
+def check(pair: VllmPair, case: Case) -> int:
+    """How many blocks of layers that see all tokens were handed over. A hand-off that is not used has other tokens:
+    decode does not know the prompt."""
+    room = pair.room()
+    prefill, decode = pair.submit_unseen(case.prompt, len(case.tokens), room)
     assert decode.result() == case.tokens
     prefill.result()  # of a prompt without its last token
+    return handed_over(pair, room)
 
 
 @pytest.mark.parametrize("length", LENGTHS, ids=lambda length: f"{length} tokens")
@@ -56,10 +59,11 @@ def test_both_ranks_say_that_they_have_a_pool_of_windows(pair: VllmPair) -> None
 
 
 def test_decode_takes_only_what_it_does_not_hold(pair: VllmPair, windowed: WindowReference) -> None:
-    first = windowed.case(6 * BLOCK)
-    check(pair, first)
+    """It holds a prefix whose last tokens, of the length of a window, it holds of both pools."""
+    first = windowed.case(6 * BLOCK + 3)
+    assert check(pair, first) == 7
     assert pair.prefill.is_empty()  # so that all that is cached from here on is cached at decode
-    check(pair, windowed.case(9 * BLOCK + 3, prefix=first.prompt[: 5 * BLOCK]))
+    assert check(pair, windowed.case(9 * BLOCK + 3, prefix=first.prompt[: 6 * BLOCK])) == 10 - 6
     assert pair.decode.is_empty()
 
 
@@ -92,5 +96,5 @@ def test_a_prefill_that_is_killed_ends_what_waits_for_it_and_another_one_serves(
     assert "PEER_LOST" in pair.decode.reason()
     pair.restart("prefill")
     case = windowed.case(100)
-    assert pair.submit(case.prompt, 8)[1].result() == case.tokens
+    assert pair.submit_unseen(case.prompt, 8)[1].result() == case.tokens
     assert pair.decode.is_empty()
