@@ -9,7 +9,7 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from tests.engines.model import WINDOW, Case, ChunkReference
-from tests.engines.stages import rank_address
+from tests.engines.stages import handed_over, rank_address
 from tests.engines.vllm_engine import BLOCK, VllmPair
 
 pytestmark = pytest.mark.timeout(700)
@@ -29,11 +29,14 @@ def pair(folder: Path, chunked: ChunkReference) -> Iterator[VllmPair]:
     pair.close()
 
 
-def check(pair: VllmPair, case: Case) -> None:
-    """A hand-off that is not used has other tokens: decode does not know the prompt."""
-    prefill, decode = pair.submit_unseen(case.prompt, len(case.tokens))
+def check(pair: VllmPair, case: Case) -> int:
+    """How many blocks of layers that see all tokens were handed over. A hand-off that is not used has other tokens:
+    decode does not know the prompt."""
+    room = pair.room()
+    prefill, decode = pair.submit_unseen(case.prompt, len(case.tokens), room)
     assert decode.result() == case.tokens
     prefill.result()
+    return handed_over(pair, room)
 
 
 @pytest.mark.parametrize("length", [1, 3, *CHUNKS], ids=lambda length: f"{length} tokens")
@@ -50,7 +53,7 @@ def test_chunks_are_a_pool_of_their_own(pair: VllmPair) -> None:
 
 def test_decode_takes_only_what_it_does_not_hold(pair: VllmPair, chunked: ChunkReference) -> None:
     first = chunked.case(6 * BLOCK)
-    check(pair, first)
+    assert check(pair, first) == 6
     assert pair.prefill.is_empty()  # so that all that is cached from here on is cached at decode
-    check(pair, chunked.case(9 * BLOCK + 3, prefix=first.prompt[: 5 * BLOCK]))
+    assert check(pair, chunked.case(9 * BLOCK + 3, prefix=first.prompt[: 5 * BLOCK])) == 10 - 5
     assert pair.decode.is_empty()
