@@ -137,15 +137,17 @@ def room_of(engine: Engine, number: int) -> proto.Room | None:
 
 
 def handed_over(pair: Pair, room: int) -> int:
-    """Pages of a hand-off that went well, on which both sides agree. Of engines with one rank."""
-    counts = set()
-    for engine in (pair.prefill, pair.decode):
-        wait_for(engine, pair.number_of(room), is_over)
-        found = room_of(engine, pair.number_of(room))
-        assert found is not None and found.state == proto.ROOM_STATE_SUCCESS, found
-        counts.add(found.pages)
-    (pages,) = counts
+    """Pages of a hand-off that went well, of the first pool, on which both sides agree. Of engines with one rank."""
+    (pages,) = {pages_at(engine, pair.number_of(room)) for engine in (pair.prefill, pair.decode)}
     return pages
+
+
+def pages_at(engine: Engine, number: int) -> int:
+    """Of a hand-off that went well, in the engine's own pages, of the first pool. Of an engine with one rank."""
+    wait_for(engine, number, is_over)
+    found = room_of(engine, number)
+    assert found is not None and found.state == proto.ROOM_STATE_SUCCESS, found
+    return found.pages
 
 
 def rank_address(engine: Engine) -> str:

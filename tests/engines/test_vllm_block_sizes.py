@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from tests.engines.model import Case, Reference
-from tests.engines.stages import rank_address
+from tests.engines.stages import pages_at, rank_address
 from tests.engines.vllm_engine import BLOCK, VllmPair
 
 pytestmark = pytest.mark.timeout(700)
@@ -30,12 +31,15 @@ def pair(folder: Path, reference: Reference) -> Iterator[VllmPair]:
     pair.close()
 
 
-def check(pair: VllmPair, case: Case) -> None:
-    """Decode is told another prompt with the same last token: it has these tokens by the hand-off alone."""
-    prefill, decode = pair.submit_unseen(case.prompt, len(case.tokens))
+def check(pair: VllmPair, case: Case) -> int:
+    """How many of decode's blocks were handed over. It is told another prompt with the same last token: it has these
+    tokens by the hand-off alone."""
+    room = pair.room()
+    prefill, decode = pair.submit_unseen(case.prompt, len(case.tokens), room)
     assert decode.result() == case.tokens, pair.prefill.reason() + pair.decode.reason()
     assert prefill.result() == case.tokens[:1]
     assert "kvgrpc: hand-off of request" not in pair.prefill.log() + pair.decode.log()
+    return pages_at(pair.decode, pair.number_of(room))
 
 
 @pytest.mark.parametrize("length", [2, BLOCK - 1, BLOCK, BLOCK + 1, LARGE, LARGE + 1, 100, 300])
@@ -56,8 +60,9 @@ def test_each_rank_says_its_own_block_size(pair: VllmPair) -> None:
 def test_decode_takes_what_is_behind_the_prefix_that_it_holds(pair: VllmPair, reference: Reference, more: int) -> None:
     """Of a prompt that begins as the one before, prefill holds more: its blocks are smaller."""
     first = reference.case(3 * BLOCK + 2 + more)
-    check(pair, first)
-    check(pair, reference.case(3 * BLOCK + 5 + more, prefix=first.prompt[: 3 * BLOCK]))
+    assert check(pair, first) == math.ceil(len(first.prompt) / LARGE)
+    second = reference.case(3 * BLOCK + 5 + more, prefix=first.prompt[: 3 * BLOCK])
+    assert check(pair, second) == math.ceil(len(second.prompt) / LARGE) - 1
 
 
 def test_all_blocks_come_back(pair: VllmPair, reference: Reference) -> None:
