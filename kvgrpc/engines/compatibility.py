@@ -124,7 +124,11 @@ SGLANG = Engine(
             f"{_SGLANG}.configs.mamba_utils.Mamba2StateDType": "conv temporal",
             f"{_SGLANG}.utils.cpu_has_amx_support": "",
         },
-        WINDOWS: {f"{_PEERS}.StateType": "SWA", f"{_PEERS}.KVArgs": "swa_kv_cache_layout"},
+        WINDOWS: {
+            f"{_PEERS}.StateType": "SWA",
+            f"{_PEERS}.KVArgs": "swa_kv_cache_layout",
+            f"{_SGLANG}.disaggregation.utils.setup_state_kv_args": "kv_args token_to_kv_pool",
+        },
         LATENTS: {f"{_PEERS}.BaseKVManager.__init__": "is_mla_backend"},
         DRAFTS: {f"{_PEERS}.KVArgs": "num_draft_entries"},
         EVENTS: {

@@ -30,6 +30,7 @@ class Size:
 TINY = Size(layers=2, hidden=64, heads=4, kv_heads=2)  # 2 KiB of KV cache a token
 STAGED = Size(layers=5, hidden=64, heads=4, kv_heads=2)  # two pipeline stages have other numbers of them
 WINDOWED = Size(layers=4, hidden=64, heads=4, kv_heads=2)
+MIXED = Size(layers=6, hidden=64, heads=4, kv_heads=2)  # of two kinds in turn; two stages have other numbers of each
 SINGLE = Size(layers=1, hidden=64, heads=2, kv_heads=2)
 CARRIED = slice(56, 64)  # of SINGLE's hidden states: which eighth of the vocabulary the next token is of
 WINDOW = 64
@@ -120,6 +121,19 @@ class WindowReference(Reference):
             kinds.sort(reverse=True)
         more = {"tie_word_embeddings": True, "pad_token_id": 0, "logit_scale": 1.0}
         return Cohere2ForCausalLM(Cohere2Config(**{**_sizes(size), **more}, sliding_window=WINDOW, layer_types=kinds))
+
+
+class StagedWindowReference(Reference):
+    """A Mellum without experts, with windows as a Cohere 2 has them; SGLang divides its layers into stages."""
+
+    def __init__(self, folder: Path, size: Size = MIXED, seed: int = 0) -> None:
+        super().__init__(folder, size, seed)
+
+    def _make(self, size: Size) -> Any:
+        layers = {"layer_types": ["sliding_attention", "full_attention"] * (size.layers // 2)}
+        layers["mlp_layer_types"] = ["dense"] * size.layers
+        config = transformers.MellumConfig(**_sizes(size), **layers, sliding_window=WINDOW, head_dim=32)
+        return transformers.MellumForCausalLM(config)
 
 
 class ChunkReference(Reference):
@@ -313,16 +327,16 @@ class RecurrentReference(Reference):
     GDN_ATTN (a Qwen 3.5), MAMBA2 (a Granite 4) or SHORT_CONV (an LFM 2); or KDA (a Kimi Linear, its others are MLA).
     """
 
-    def __init__(self, folder: Path, kind: str, seed: int = 0) -> None:
-        self._kind = kind
-        super().__init__(folder, WINDOWED, seed)
+    def __init__(self, folder: Path, kind: str, size: Size = WINDOWED, seed: int = 0) -> None:
+        self._kind, self._layers = kind, size.layers
+        super().__init__(folder, size, seed)
 
     def for_sglang(self) -> RecurrentReference:
         """Before SGLang loads it, which reads what the models' authors wrote, not what transformers writes."""
         if self._kind == "GDN_ATTN":
             self.configure(full_attention_interval=2)
         if self._kind == "KDA":
-            layers = range(1, WINDOWED.layers + 1)
+            layers = range(1, self._layers + 1)
             which = {"kda_layers": [*layers[::2]], "full_attn_layers": [*layers[1::2]]}
             delta = {"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4, **which}
             self.configure(linear_attn_config=delta, num_experts=None)

@@ -152,24 +152,52 @@ def test_each_name_that_may_be_missing_in_sglang_is_one_of_its_own() -> None:
     assert len(names) > 15 and names - known == set()
 
 
+# Of a stage with two layers of either kind, as SGLang describes it: keys and values.
+WINDOWS_OF_A_STAGE: dict[str, Any] = {
+    "state_types": [StateType.SWA],
+    "swa_kv_cache_layout": "nhd",
+    "kv_item_lens": [64] * 4,
+    "kv_layer_ids": [1, 3, 1, 3],
+    "state_item_lens": [[64] * 4],
+    "state_layer_ids": [[0, 2, 0, 2]],
+}
+
+
+@pytest.mark.parametrize("state", [StateType.SWA, StateType.MAMBA])
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_pipeline_stages_are_served_where_each_layer_has_a_number(
+    settings: dict[str, dict[str, Any]], state: StateType, role: str
+) -> None:
+    settings["parallel"]["pp_size"] = 2
+    settings["disagg"]["disaggregation_mode"] = role
+    limits.check_supported(kv_args())
+    limits.check_supported(SimpleNamespace(**{**WINDOWS_OF_A_STAGE, "state_types": [state]}))
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"state_types": [StateType.SWA], "swa_kv_cache_layout": "nhd"}, "--pp-size 2 with swa: .*; use --pp-size 1"),
-        ({"num_draft_entries": 2}, "--pp-size 2 with a draft model: .*other stages; use --pp-size 1"),
+        ({"state_layer_ids": [[]]}, "--pp-size 2 with swa: SGLang does not say.*; use --pp-size 1"),
+        ({"kv_layer_ids": []}, "--pp-size 2 with swa: SGLang does not say.*; use --pp-size 1"),
+        ({"kv_layer_ids": [1, 3]}, "--pp-size 2 with swa: SGLang does not say.*; use --pp-size 1"),
+        (
+            {"state_item_lens": [[]], "state_layer_ids": [[]]},
+            "--pp-size 2 with a stage that has no layers of swa: .*SGLANG_PP_LAYER_PARTITION.*, or use --pp-size 1",
+        ),
+        ({"kv_item_lens": [], "kv_layer_ids": []}, "--pp-size 2 with a stage that has no layers of kv: "),
+        ({"num_draft_entries": 2, "state_types": []}, "--pp-size 2 with a draft model: .*other stages.*; use --pp-siz"),
     ],
-    ids=["windows", "draft model"],
+    ids=["windows", "the rest", "not all of them", "a stage without windows", "a stage of windows", "draft model"],
 )
-def test_pipeline_stages_are_served_where_each_layer_has_a_number(
+def test_a_stage_whose_layers_have_no_number_or_that_has_none_of_a_kind_is_refused(
     settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], says: str
 ) -> None:
-    settings["parallel"]["pp_size"] = 2
-    for role in ("decode", "prefill"):
-        settings["disagg"]["disaggregation_mode"] = role
-        limits.check_supported(kv_args())
+    about = SimpleNamespace(**{**WINDOWS_OF_A_STAGE, **given})
     monkeypatch.setenv(limits.UNTRIED, limits.SPECULATIVE)
+    limits.check_supported(about)
+    settings["parallel"]["pp_size"] = 2
     with pytest.raises(FeatureDisabled, match=f"kvgrpc does not serve {says}"):
-        limits.check_supported(SimpleNamespace(**{**vars(kv_args()), **given}))
+        limits.check_supported(about)
 
 
 def test_stages_of_decode_are_not_served_with_a_hierarchical_cache(settings: dict[str, dict[str, Any]]) -> None:

@@ -22,7 +22,7 @@ from kvgrpc.engines.compatibility import (
     WINDOWS,
 )
 from kvgrpc.engines.sglang.plugin import BACKEND
-from kvgrpc.engines.sglang.rank import STATE_A_REQUEST, is_plain_window, kind_of
+from kvgrpc.engines.sglang.rank import STATE_A_REQUEST, is_plain_window, kind_of, layers_told
 from kvgrpc.errors import FeatureDisabled
 
 # Kinds of state to hand over although nobody has seen it work, "dsa,dsa_tail", and what else was never run.
@@ -45,6 +45,7 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
     drafts_as_run = algorithm in ("EAGLE", "EAGLE3") and not beside and not has(get_spec(), "enable_multi_layer_eagle")
     parted = _parted(kv_args)
     dcp = has(parallel, "attn_dcp_size", 1)
+    are_numbered, absent = _layers_of_a_stage(kv_args) if parallel.pp_size > 1 else (True, [])
     refused = (
         (
             bool(untried),
@@ -60,15 +61,21 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
             "leave it out",
         ),
         (
-            parallel.pp_size > 1 and bool(states),
+            not are_numbered,
             f"--pp-size {parallel.pp_size} with {', '.join(kind_of(state) for state in states)}",
             "SGLang does not say which of these layers a stage holds",
             "use --pp-size 1",
         ),
         (
+            bool(absent),
+            f"--pp-size {parallel.pp_size} with a stage that has no layers of {', '.join(absent)}",
+            "each stage hands over, or takes, some of each kind of layer",
+            "divide them otherwise (SGLANG_PP_LAYER_PARTITION), or use --pp-size 1",
+        ),
+        (
             parallel.pp_size > 1 and bool(getattr(kv_args, "num_draft_entries", 0)),
             f"--pp-size {parallel.pp_size} with a draft model",
-            "its layers would have the numbers of other stages",
+            "its layers would have the numbers of other stages, and SGLang's decode speculates in one stage alone",
             "use --pp-size 1",
         ),
         (
@@ -246,6 +253,18 @@ def _untried(kv_args: Any) -> set[str]:
     states = list(getattr(kv_args, "state_types", ()))
     kinds = {kind_of(state) for place, state in enumerate(states) if not is_plain_window(kv_args, place)}
     return set() if {kind_of(state) for state in states} == {STATE_A_REQUEST} else kinds
+
+
+def _layers_of_a_stage(kv_args: Any) -> tuple[bool, list[str]]:
+    """True if SGLang numbers the layers of the KV cache and of each kind of state, and of which of these a stage has
+    none."""
+    kinds = [kind_of(state) for state in getattr(kv_args, "state_types", ())]
+    if not kinds:
+        return True, []
+    places = (None, *range(len(kinds)))
+    held = [any(items) for items in (kv_args.kv_item_lens, *kv_args.state_item_lens)]
+    are_numbered = all(layers_told(kv_args, place) for place, holds in zip(places, held, strict=True) if holds)
+    return are_numbered, [kind for kind, holds in zip(("kv", *kinds), held, strict=True) if not holds]
 
 
 def _parted(kv_args: Any) -> list[str]:

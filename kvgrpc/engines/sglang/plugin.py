@@ -9,7 +9,17 @@ import pkgutil
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from kvgrpc.engines.compatibility import DECODE_STAGES, EVENTS, HAND_OFFS, ORDERS, SGLANG, check, missing, refusal
+from kvgrpc.engines.compatibility import (
+    DECODE_STAGES,
+    EVENTS,
+    HAND_OFFS,
+    ORDERS,
+    SGLANG,
+    WINDOWS,
+    check,
+    missing,
+    refusal,
+)
 from kvgrpc.engines.sglang import CACHE_LISTEN, is_chosen
 from kvgrpc.engines.sglang.samples import counting, naming_attempt, numbered
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
@@ -27,6 +37,7 @@ _MAKE_ENDS = (
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender",
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue",
 )
+_SETUP_STATES = "sglang.srt.disaggregation.utils.setup_state_kv_args"
 _STAGES = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"
 _RUST = "SGLANG_RUST_SERVER"
 _RUST_ASKS = "sglang.srt.managers.disagg_service.rust_server_serves_kv_bootstrap"
@@ -135,6 +146,10 @@ def hooks(backend: str, environment: MutableMapping[str, str]) -> Mapping[str, t
 
         found[f"{_STAGES}._pp_pd_get_decode_transferred_ids"] = over(is_ours), "AROUND"
         found[f"{_STAGES}.process_decode_transfer_queue"] = ending(is_ours), "AROUND"
+    if not any(missing(SGLANG.needs[WINDOWS])):
+        from kvgrpc.engines.sglang.stages.layers import telling
+
+        found[_SETUP_STATES] = telling(is_ours), "AFTER"
     return found
 
 

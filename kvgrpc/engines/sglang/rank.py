@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -111,19 +112,45 @@ def pools(kv_args: Any, place: SchedulerProcess) -> tuple[Pool, ...]:
     drafts = getattr(kv_args, "num_draft_entries", 0)
     names = regions_of(len(kv.items), drafts, place.kv_heads, place.first_layer)
     layout = getattr(kv_args, "kv_layout", None) or place.page_layout
-    found = [_pool("kv", kv, names, layout, place.kv_heads, kv_args, place)]
+    found = [_pool("kv", kv, _numbered(names, layers_told(kv_args)), layout, place.kv_heads, kv_args, place)]
     for state, name in enumerate(state_names(kv_args)):
         own = Entries(*(getattr(kv_args, f"state_{what}")[state] for what in ("data_ptrs", "data_lens", "item_lens")))
+        layers = layers_told(kv_args, state)
         if is_plain_window(kv_args, state):
             # Heads of another number or size than the model's others: then only equal sizes fit.
             heads = place.kv_heads if set(own.items) == set(kv.items) else 0
-            names = regions_of(len(own.items), 0, place.kv_heads)
-            found.append(_pool(name, own, names, kv_args.swa_kv_cache_layout, heads, kv_args, place))
+            own_names = _numbered(regions_of(len(own.items), 0, place.kv_heads), layers)
+            found.append(_pool(name, own, own_names, kv_args.swa_kv_cache_layout, heads, kv_args, place))
         else:
             is_request = kind_of(kv_args.state_types[state]) == STATE_A_REQUEST
             dtype, axes = (place.state_dtype, place.state_axes) if is_request else ("", "")
-            found.append(_states(name, own, dtype or _cache_dtype(kv_args, place), axes, kv_args, place))
+            own_names = states_of(len(own.items), layers)
+            found.append(_states(name, own, own_names, dtype or _cache_dtype(kv_args, place), axes, kv_args, place))
     return tuple(found)
+
+
+def layers_told(kv_args: Any, state: int | None = None) -> Sequence[int]:
+    """The layer of the whole model that each entry is of, of the KV cache or of a ``state``, by SGLang's pools; empty
+    where they do not say."""
+    items = kv_args.kv_item_lens if state is None else kv_args.state_item_lens[state]
+    of_states = getattr(kv_args, "state_layer_ids", ())
+    told = getattr(kv_args, "kv_layer_ids", ()) if state is None else of_states[state] if of_states else ()
+    return told if len(told) == len(items) else ()
+
+
+def _numbered(names: list[tuple[int, str]], layers: Sequence[int]) -> list[tuple[int, str]]:
+    return [(layer, part) for layer, (_, part) in zip(layers, names, strict=True)] if layers else names
+
+
+def states_of(entries: int, layers: Sequence[int]) -> list[tuple[int, str]]:
+    """Layer and component of each entry: what a layer keeps first, second and so on; the entry itself where ``layers``
+    does not say whose it is."""
+    seen: Counter[int] = Counter()
+    named = []
+    for layer in layers or range(entries):
+        named.append((layer, f"state-{seen[layer]}" if seen[layer] else "state"))
+        seen[layer] += 1
+    return named
 
 
 def state_names(kv_args: Any) -> tuple[str, ...]:
@@ -192,18 +219,26 @@ def _pool(
     )
 
 
-def _states(name: str, entries: Entries, dtype: str, axes: str, kv_args: Any, place: SchedulerProcess) -> Pool:
+def _states(
+    name: str,
+    entries: Entries,
+    names: Sequence[tuple[int, str]],
+    dtype: str,
+    axes: str,
+    kv_args: Any,
+    place: SchedulerProcess,
+) -> Pool:
     """One region an entry that has memory. SGLang alone knows what an item is: a request's state, its row in a ring, or
     what is kept of a page of tokens.
     """
-    held = [(entry, *about) for entry, about in enumerate(zip(*entries, strict=True)) if about[1]]
+    held = [(named, *about) for named, about in zip(names, zip(*entries, strict=True), strict=True) if about[1]]
     return Pool(
         name=name,
         kind=PoolKind.STATE,
         page_tokens=0,
         pages=min(length // item for _, _, length, item in held),
         dtype=dtype,
-        regions=tuple(Region(entry, "state", address, item, item) for entry, address, _, item in held),
+        regions=tuple(Region(*named, address, item, item) for named, address, _, item in held),
         axes=axes,
         location=_location(kv_args, place),
     )

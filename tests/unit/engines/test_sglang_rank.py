@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from kvgrpc.engines.addresses import engine_name, registry_of
-from kvgrpc.engines.sglang.rank import pages_of_pools, rank_config, regions_of, state_names
+from kvgrpc.engines.sglang.rank import layers_told, pages_of_pools, rank_config, regions_of, state_names
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Layout, PoolKind, Role
 from kvgrpc.server import AuxBuffer
 from tests.support.sglang_process import MODEL, PAGE_BYTES, PAGES, kv_args, place
+
+SIZES = {"data": 5, "item": 1}  # slots
 
 
 def test_every_entry_of_the_kv_cache_is_a_region_in_sglangs_order() -> None:
@@ -83,6 +85,40 @@ def test_states_are_pools_by_sglangs_names_of_the_entries_that_have_memory() -> 
     assert [region[:3] for region in first.regions] == [(0, "state", 0x500000), (1, "state", 0x600000)]
     assert [region.page_bytes for region in first.regions] == [64, 128]
     assert [region.layer for region in second.regions] == [1], "an entry without memory keeps its place"
+
+
+def test_layers_of_windows_and_of_the_rest_have_the_numbers_that_sglang_tells() -> None:
+    state = {
+        "state_types": ["swa"],
+        "state_data_ptrs": [[0x500000, 0x600000]],
+        "state_data_lens": [[6 * PAGE_BYTES] * 2],
+        "state_item_lens": [[PAGE_BYTES] * 2],
+        "swa_kv_cache_layout": "nhd",
+        "kv_layer_ids": [3, 5, 3, 5],
+        "state_layer_ids": [[4, 4]],
+    }
+    kv, windows = rank_config(kv_args(**state), replace(place(kv_heads=8), pp=1, first_layer=0)).pools
+    assert [region[:2] for region in kv.regions] == [(3, "k"), (5, "k"), (3, "v"), (5, "v")]
+    assert [region[:2] for region in windows.regions] == [(4, "k"), (4, "v")]
+
+
+def test_what_a_layer_keeps_of_a_request_is_told_apart_and_has_the_layers_number() -> None:
+    state: dict[str, Any] = {"state_types": ["mamba"], "state_layer_ids": [[0, 2, 0, 2]]}
+    state["state_data_ptrs"] = [[0x500000, 0x510000, 0x600000, 0x610000]]
+    state.update({f"state_{what}_lens": [[count * 64] * 2 + [count * 32] * 2] for what, count in SIZES.items()})
+    _, states = rank_config(kv_args(**state, kv_layer_ids=[1, 3, 1, 3]), place(kv_heads=8)).pools
+    assert [region[:3] for region in states.regions] == [
+        (0, "state", 0x500000),
+        (2, "state", 0x510000),
+        (0, "state-1", 0x600000),
+        (2, "state-1", 0x610000),
+    ]
+
+
+def test_numbers_that_are_not_of_all_entries_number_none() -> None:
+    args = kv_args(kv_layer_ids=[3, 5, 3], state_layer_ids=[[7]], state_item_lens=[[64, 64]])
+    assert (list(layers_told(args)), list(layers_told(args, 0))) == ([], [])
+    assert [region.layer for region in rank_config(args, place(kv_heads=8)).pools[0].regions] == [0, 1, 0, 1]
 
 
 def test_a_state_says_what_it_is_made_of_since_sizes_do_not_tell() -> None:
