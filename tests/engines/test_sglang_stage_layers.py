@@ -78,10 +78,11 @@ def test_where_another_backend_serves_nothing_is_told(windows: SWAKVPool) -> Non
 
 
 def test_of_pools_with_a_draft_model_nothing_is_told(windows: SWAKVPool) -> None:
-    """Whose layers would have the numbers of others."""
-    about = kv_args(windows)
+    """As many latents as the model's own look like keys and values; its layers would have the numbers of others."""
+    about, latents = kv_args(windows), len(FULL)
     for field in ("kv_data_ptrs", "kv_data_lens", "kv_item_lens"):
-        setattr(about, field, getattr(about, field) + getattr(about, field)[:2])
+        setattr(about, field, 2 * getattr(about, field)[:latents])
+    about.num_draft_entries = latents
     telling(lambda: True)(None, about, windows)
     assert about.kv_layer_ids == []
 

@@ -12,11 +12,15 @@ from kvgrpc.engines.sglang.rank import SLIDING_WINDOW, kind_of
 
 
 def telling(is_ours: Callable[[], bool]) -> Callable[..., None]:
-    """A hook after ``setup_state_kv_args``: what it leaves empty of a pool of windows is there as it is of states."""
+    """A hook after ``setup_state_kv_args``: what it leaves empty of a pool of windows is there as it is of states.
+
+    Layers of a draft model, behind the others, have none: with them nothing is told.
+    """
 
     def tell(result: object, kv_args: Any, token_to_kv_pool: Any, *unused: object, **more: object) -> None:
         places = getattr(token_to_kv_pool, "layers_mapping", None)
-        if places and is_ours() and [kind_of(state) for state in kv_args.state_types] == [SLIDING_WINDOW]:
+        has_windows_alone = [kind_of(state) for state in kv_args.state_types] == [SLIDING_WINDOW]
+        if places and is_ours() and has_windows_alone and not getattr(kv_args, "num_draft_entries", 0):
             rest, windows = (_in_order(places, has_window) for has_window in (False, True))
             kv_args.kv_layer_ids = _of_entries(rest, len(kv_args.kv_item_lens))
             kv_args.state_layer_ids = [_of_entries(windows, len(kv_args.state_item_lens[0]))]
@@ -32,5 +36,5 @@ def _in_order(places: Mapping[int, tuple[int, bool]], has_window: bool) -> list[
 
 
 def _of_entries(layers: Sequence[int], entries: int) -> list[int]:
-    """Keys of all, then values of all, or latents; empty where there are others beside them, of a draft model."""
+    """Keys of all, then values of all, or latents; empty where there are others."""
     return [*layers, *layers][:entries] if entries in (len(layers), 2 * len(layers)) else []
