@@ -22,7 +22,7 @@ orders := _orders _prefetch _tree_orders _warmed_prefill
 pulls := _hicache_pulls _plan_sglang _pull _pull_sglang _pull_sizes _pull_trouble
 models := _chunked _latent _states _window
 speculation := _speculative _speculative_latent
-recurrent := _recurrent
+recurrent := _pipeline_groups _pipeline_kinds _recurrent _stage_layers _states_alone
 replicas := _attention_data_parallel _data_parallel
 parallel := _context _pipeline _pipeline_full _tensor_parallel _unequal
 tests_of = $(if $($(2)),$(wildcard $($(2):%=tests/engines/test_$(1)%.py)),$(filter-out $(foreach part,$(filter-out handoffs,$(ENGINE_PARTS)),$(call tests_of,$(1),$(part))),$(wildcard tests/engines/test_$(1)*.py)))
