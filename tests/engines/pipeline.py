@@ -34,10 +34,9 @@ def check_at_once(pair: Pair, reference: Reference) -> None:
     assert pair.prefill.is_empty() and pair.decode.is_empty(), pair.decode.log_tail()
 
 
-def kill_last_stage(pair: Pair, reference: Reference, role: str, *, shortens: bool = False) -> None:
+def kill_last_stage(pair: Pair, reference: Reference, role: str) -> None:
     """A request that waits for all stages of the other side ends, with the reason at decode, and the engine of that
-    role that starts again is used. ``shortens``: prefill leaves the prompt's last token to decode, so that its own
-    token is not the prompt's next one."""
+    role that starts again is used."""
     asked = Asked(pair, reference.case(100), pair.room())
     decode = asked.ask_decode()
     wait_for(pair.decode, asked.number, has_met)
@@ -51,10 +50,7 @@ def kill_last_stage(pair: Pair, reference: Reference, role: str, *, shortens: bo
         pair.decode.kill_stage(1)
         assert asked.ask_prefill().wait(PEER_LOST_SECONDS), pair.prefill.log_tail()
     pair.restart(role)
-    if shortens:
-        check(pair, reference.case(100))
-    else:
-        pair.check(reference)
+    pair.check(reference)
     assert pair.prefill.is_empty() and pair.decode.is_empty(), pair.prefill.log_tail() + pair.decode.log_tail()
 
 

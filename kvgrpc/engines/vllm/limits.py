@@ -22,7 +22,7 @@ from kvgrpc.engines.vllm.groups import has_state, has_window, is_served, untried
 from kvgrpc.errors import FeatureDisabled
 
 # Kinds of layers to hand over although nobody has seen it work, "MAMBA1,LINEAR", pipeline stages of kv_both or of
-# states, speculative decoding, or prefill's context parallelism: the key of kv_connector_extra_config, and the variable.
+# states, speculative decoding, prefill's context parallelism: the key of kv_connector_extra_config, and the variable.
 UNTRIED, _VARIABLE = "untried", "KVGRPC_UNTRIED"
 PIPELINE, SPECULATIVE, CONTEXT = "pipeline", "speculative", "context"
 
