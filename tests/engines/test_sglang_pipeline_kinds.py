@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,46 +19,49 @@ from tests.engines.stages import rank_addresses
 
 pytestmark = pytest.mark.timeout(900)
 SIZES = (2, 2), (2, 1), (1, 2)
-# What runs such models on a CPU, and what their engines are told.
-ON_CPU = {
-    "swa": {"SGLANG_ON_CPU_PLUGIN": "tests.engines.window_on_cpu:register"},
-    "mamba": {
-        "SGLANG_ON_CPU_PLUGIN": "tests.engines.sglang_recurrent_on_cpu:register",
-        "SGLANG_MAMBA_CONV_DTYPE": "float32",
-    },
+WINDOWS, GATED, LATENT = "windows", "GDN_ATTN", "KDA"
+MODELS = [*((model, sizes) for model in (WINDOWS, GATED) for sizes in SIZES), (LATENT, (2, 2))]
+# SGLang's word for the pool of every other layer.
+POOLS = {WINDOWS: "swa", GATED: "mamba", LATENT: "mamba"}
+STATES_ON_CPU = {
+    "SGLANG_ON_CPU_PLUGIN": "tests.engines.sglang_recurrent_on_cpu:register",
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
 }
-ARGUMENTS = {"swa": {}, "mamba": {"max_mamba_cache_size": 48}}
+WINDOWS_ON_CPU = {"SGLANG_ON_CPU_PLUGIN": "tests.engines.window_on_cpu:register"}
+# Of both engines. Prefill keeps prefixes, but for KDA.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    WINDOWS: {},
+    GATED: {"max_mamba_cache_size": 48},
+    LATENT: {"max_mamba_cache_size": 48, "disable_radix_cache": True},
+}
 FULL, OTHERS = range(1, MIXED.layers, 2), range(0, MIXED.layers, 2)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """``kind``: SGLang's word for the pool of every other layer. ``sizes``: stages of prefill and of decode."""
+    """``sizes``: stages of prefill and of decode."""
 
-    kind: str
+    model: str
     sizes: tuple[int, int]
     reference: Reference
     pair: Pair
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(kind, sizes) for kind in ON_CPU for sizes in SIZES],
-    ids=lambda param: f"{param[0]} {param[1][0]} to {param[1][1]}",
-)
+@pytest.fixture(scope="module", params=MODELS, ids=lambda param: f"{param[0]} {param[1][0]} to {param[1][1]}")
 def setting(request: pytest.FixtureRequest, folder: Path) -> Iterator[Setting]:
-    kind, sizes = request.param
-    place = folder / f"{kind}-{sizes[0]}-{sizes[1]}"
-    made = StagedWindowReference(place) if kind == "swa" else RecurrentReference(place, "GDN_ATTN", MIXED).for_sglang()
-    prefill, decode = ({**ARGUMENTS[kind], "pp_size": size} for size in sizes)
-    pair = Pair(folder, made.path, environment=ON_CPU[kind], prefill=prefill, decode=decode)
+    model, sizes = request.param
+    place = folder / f"{model}-{sizes[0]}-{sizes[1]}"
+    made = StagedWindowReference(place) if model == WINDOWS else RecurrentReference(place, model, MIXED).for_sglang()
+    prefill, decode = ({**ARGUMENTS[model], "pp_size": size} for size in sizes)
+    environment = WINDOWS_ON_CPU if model == WINDOWS else STATES_ON_CPU
+    pair = Pair(folder, made.path, environment=environment, prefill=prefill, decode=decode)
     pair.wait_ready()
     try:
         case = made.case(40)
         # With the first request torch compiles the model's norms, in each stage.
         halves = pair.submit_unseen(case.prompt, len(case.tokens))
         assert [half.result(COMPILING_SECONDS) for half in halves][1] == case.tokens
-        yield Setting(kind, sizes, made, pair)
+        yield Setting(model, sizes, made, pair)
     finally:
         pair.close()
 
@@ -78,7 +82,7 @@ def test_each_stage_says_which_layers_of_each_kind_it_has(setting: Setting) -> N
         held = [range(stage * cut, (stage + 1) * cut) for stage in range(stages)]
         expected = {
             name: [[layer for layer in of_stage if layer in kind] for of_stage in held]
-            for name, kind in (("kv", FULL), (setting.kind, OTHERS))
+            for name, kind in (("kv", FULL), (POOLS[setting.model], OTHERS))
         }
         assert layers_of_stages(engine) == expected
 
