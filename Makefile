@@ -10,7 +10,7 @@ ENGINE_CLASSES := tests/integration/test_events_engine_classes.py
 ENGINES ?= sglang vllm
 # Parts of test-engines, each to be below 20 minutes on two cores: of either engine the tests of these names, and in the
 # first part all others. Behind them `versions`: what other releases of the engines are run with.
-ENGINE_PARTS := handoffs deployments faults slowness caches orders pulls models speculation recurrent replicas parallel
+ENGINE_PARTS := handoffs deployments faults slowness caches orders pulls models speculation recurrent replicas parallel stages
 $(if $(filter-out $(ENGINE_PARTS) versions,$(PART)),$(error PART is one of $(ENGINE_PARTS) versions))
 PARTS := $(if $(VERSION),versions,$(if $(ARGS),all,$(or $(PART),$(ENGINE_PARTS) versions)))
 RUN := $(filter-out versions,$(PARTS))
@@ -25,6 +25,7 @@ speculation := _speculative _speculative_latent
 recurrent := _pipeline_groups _pipeline_kinds _recurrent _stage_layers _states_alone
 replicas := _attention_data_parallel _data_parallel
 parallel := _context _pipeline _pipeline_full _tensor_parallel _unequal
+stages := _pipeline_kinds _stage_layers
 tests_of = $(if $($(2)),$(wildcard $($(2):%=tests/engines/test_$(1)%.py)),$(filter-out $(foreach part,$(filter-out handoffs,$(ENGINE_PARTS)),$(call tests_of,$(1),$(part))),$(wildcard tests/engines/test_$(1)*.py)))
 # Releases beside those of the locks, each in an environment of its own, and their tests.
 sglang_versions := 0.5.21 0.5.22
