@@ -136,6 +136,28 @@ def room_of(engine: Engine, number: int) -> proto.Room | None:
         return next((room for room in client.list_rooms() if room.room == number), None)
 
 
+def check_unseen(pair: Pair, case: Case) -> tuple[int, int]:
+    """Tokens of the prompt that decode, or before it prefill, held already, as SGLang counts; and pages that were
+    handed over. Decode is told another prompt: it has these tokens by such pages alone, those of an earlier prompt that
+    began alike among them. Of engines with one rank."""
+    return _check_told(pair, case, another(case.prompt))
+
+
+def check_continued(pair: Pair, reference: Reference, first: Case, length: int) -> tuple[int, int]:
+    """The same of a prompt of ``length`` tokens, with which a conversation goes on that ``check_unseen`` began. Of it
+    decode is told the answer that it gave to ``first``, and other tokens before and behind it."""
+    asked = first.prompt + first.tokens
+    case = reference.case(length, prefix=asked)
+    return _check_told(pair, case, another(first.prompt) + first.tokens + another(case.prompt[len(asked) :]))
+
+
+def _check_told(pair: Pair, case: Case, told: list[int]) -> tuple[int, int]:
+    room = pair.room()
+    prefill, decode = pair.submit_to_prefill(case.prompt, room), pair.submit_to_decode(told, len(case.tokens), room)
+    assert (prefill.result(), decode.result()) == (case.tokens[:1], case.tokens)
+    return decode.cached, handed_over(pair, room)
+
+
 def handed_over(pair: Pair, room: int) -> int:
     """Pages of a hand-off that went well, of the first pool, on which both sides agree. Of engines with one rank."""
     (pages,) = {pages_at(engine, pair.number_of(room)) for engine in (pair.prefill, pair.decode)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from tests.engines.engine import PAGE, Pair
-from tests.engines.model import COMPILING_SECONDS, LATENT_BYTES, Case, LatentReference
-from tests.engines.stages import rank_address
+from tests.engines.model import COMPILING_SECONDS, LATENT_BYTES, LatentReference
+from tests.engines.stages import check_unseen, rank_address
 
 pytestmark = pytest.mark.timeout(600)
 ON_CPU = {"SGLANG_ON_CPU_PLUGIN": "tests.engines.latent_on_cpu:register"}
@@ -34,15 +35,10 @@ def pair(folder: Path, latent: LatentReference) -> Iterator[Pair]:
         pair.close()
 
 
-def check(pair: Pair, case: Case) -> None:
-    prefill, decode = pair.submit(case.prompt, len(case.tokens))
-    assert decode.result() == case.tokens
-    assert prefill.result() == case.tokens[:1]
-
-
 @pytest.mark.parametrize("length", [1, PAGE, PAGE + 1, 100, 300], ids=lambda length: f"{length} tokens")
 def test_tokens_are_those_of_transformers(pair: Pair, latent: LatentReference, length: int) -> None:
-    check(pair, latent.case(length, new_tokens=12))
+    case = latent.case(length, new_tokens=12)
+    assert check_unseen(pair, case) == (0, math.ceil(length / PAGE))
 
 
 def test_both_ranks_say_that_their_pages_are_latents(pair: Pair) -> None:
@@ -53,8 +49,10 @@ def test_both_ranks_say_that_their_pages_are_latents(pair: Pair) -> None:
         assert [(region.component, region.page_bytes) for region in kv.regions] == [("latent", PAGE * LATENT_BYTES)] * 2
 
 
-def test_a_prompt_that_continues_another_has_the_right_tokens(pair: Pair, latent: LatentReference) -> None:
+def test_decode_takes_only_what_it_does_not_hold(pair: Pair, latent: LatentReference) -> None:
     first = latent.case(6 * PAGE)
-    check(pair, first)
-    check(pair, latent.case(9 * PAGE + 3, prefix=first.prompt))
+    assert check_unseen(pair, first) == (0, 6)
+    assert pair.prefill.is_empty()  # so that all that is cached from here on is cached at decode
+    second = latent.case(9 * PAGE + 3, prefix=first.prompt[: 5 * PAGE])
+    assert check_unseen(pair, second) == (5 * PAGE, 10 - 5)
     assert pair.prefill.is_empty()

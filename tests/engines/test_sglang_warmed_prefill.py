@@ -51,7 +51,7 @@ def pages(case: Case) -> proto.PromptPages:
 
 def hand_over(pair: Pair, case: Case) -> int:
     """Cached tokens of prefill, as it counts them; the tokens of both are right."""
-    prefill, decode = pair.submit(case.prompt, len(case.tokens))
+    prefill, decode = pair.submit_unseen(case.prompt, len(case.tokens))
     assert decode.result() == case.tokens
     assert prefill.result() == case.tokens[:1]
     return prefill.cached
@@ -104,7 +104,7 @@ def test_orders_and_hand_offs_of_the_same_prompts_at_once_cost_no_token(
         operations, asked = [], []
         for case in cases:
             operations.append(router.start_prefetch(pages(case)))
-            asked.append(pair.submit(case.prompt, len(case.tokens)))
+            asked.append(pair.submit_unseen(case.prompt, len(case.tokens)))
         for case, (prefill, decode) in zip(cases, asked, strict=True):
             assert (decode.result(), prefill.result()) == (case.tokens, case.tokens[:1])
         for operation in operations:
