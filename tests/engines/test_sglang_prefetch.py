@@ -13,6 +13,7 @@ from kvgrpc.client.engines import cache_address as address_of
 from kvgrpc.errors import CredentialsInvalid, FeatureDisabled, PermissionDenied
 from kvgrpc.v1 import prefetch_service_pb2 as proto
 from kvgrpc.v1.common_pb2 import TIER_DEVICE, TIER_HOST, TIER_STORAGE
+from tests.engines import first_tokens
 from tests.engines.engine import LOCAL, PAGE, Engine
 from tests.engines.hierarchical import DEVICE_AND_HOST_TOKENS, HOST_RATIO, LONG_PROMPT, ask, cache_address, started
 from tests.engines.model import COMPILING_SECONDS, Case, LatentReference, Reference
@@ -356,6 +357,26 @@ class TestSlowStorage:
         operation = ended(router, operation)
         assert operation.state == proto.OPERATION_STATE_DONE
         assert ask(engine, stored).cached == PAGES * PAGE
+
+
+def test_the_first_token_of_a_warmed_prompt_comes_sooner_than_of_one_that_is_computed(folder: Path) -> None:
+    reference = Reference(folder / "sooner", first_tokens.SIZE)
+    longest = 2 * first_tokens.TOKENS
+    sizes = {"chunked_prefill_size": longest, "max_prefill_tokens": longest}
+    engine = started(
+        folder,
+        reference,
+        environment={"KVGRPC_CACHE_LISTEN": f"{LOCAL}:0"},
+        sizes={"context_length": longest, "max_total_tokens": 2 * longest, **sizes},
+        storage="file",
+        storage_config={"path": str(folder / "kv-sooner")},
+    )
+    try:
+        engine.wait_ready()
+        with SyncClient(cache_address(engine)) as router:
+            first_tokens.come_sooner(engine, router, reference, folder / "kv-sooner", PAGE)
+    finally:
+        engine.close()
 
 
 class TestReplicas:
