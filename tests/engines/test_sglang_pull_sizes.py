@@ -103,6 +103,7 @@ def test_a_router_has_pages_taken_at_every_rank(
             for each in message.operations:
                 operation = each
         assert (operation.state, operation.completed_pages) == (proto.OPERATION_STATE_DONE, PAGES)
+        assert router.lookup(pages).host_pages == PAGES, "the request would take them too"
     assert ask(engines["two"], case).cached == PAGES * PAGE
 
 
