@@ -13,10 +13,11 @@ from kvgrpc.client import SyncClient
 from kvgrpc.errors import CredentialsInvalid, PermissionDenied
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import TIER_DEVICE, TIER_HOST, TIER_STORAGE
+from tests.engines import first_tokens
 from tests.engines.model import Case, Reference
 from tests.engines.ordering import order_by_name, prefetch_and_die
 from tests.engines.vllm_engine import BLOCK, VllmEngine, vllm_arguments
-from tests.engines.vllm_pulling import address, compute, file_tier, offloading, orders
+from tests.engines.vllm_pulling import address, compute, file_tier, offloading, orders, tier
 from tests.support.cache_serving import ended
 from tests.support.secrets import proof, secret
 from tests.support.waiting import wait_until
@@ -142,6 +143,29 @@ def a_request_beside_an_order_is_right(opened: VllmEngine, client: SyncClient, r
     wait_until(lambda: not client.list_operations(open_only=True))
     assert opened.is_empty()
     assert used(client)[:2] == (0, CHUNKS)
+
+
+def test_the_first_token_of_a_warmed_prompt_comes_sooner_than_of_one_that_is_computed(
+    folder: Path, registry: str
+) -> None:
+    reference = Reference(folder / "sooner", first_tokens.SIZE)
+    longest = 2 * first_tokens.TOKENS
+    stored = tier(storage="file", storage_config={"path": str(folder / "tier-sooner")})
+    # Of the tiny model, whose tokens are a quarter as large.
+    chunks = 2 * 4 * longest // BLOCK
+    sizes = {
+        "max_model_len": longest,
+        "max_num_batched_tokens": longest,
+        "num_gpu_blocks_override": 2 * longest // BLOCK + 1,
+        "kv_transfer_config": offloading(chunks, stored, orders("P-sooner", registry)),
+    }
+    opened = VllmEngine("sooner", folder, {**vllm_arguments(reference.path, 1), **sizes})
+    try:
+        opened.wait_ready()
+        with SyncClient(address(registry, "P-sooner")) as router:
+            first_tokens.come_sooner(opened, router, reference, folder / "tier-sooner", BLOCK)
+    finally:
+        opened.close()
 
 
 def test_a_routers_token_is_for_prefetches_of_its_own(folder: Path, reference: Reference, registry: str) -> None:
