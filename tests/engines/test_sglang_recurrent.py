@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from kvgrpc.client import SyncClient
 from kvgrpc.v1 import common_pb2 as pb
 from tests.engines.engine import PAGE, Pair
 from tests.engines.model import COMPILING_SECONDS, Case, RecurrentReference
-from tests.engines.stages import rank_address
+from tests.engines.stages import check_continued, check_unseen, rank_address
 
 pytestmark = pytest.mark.timeout(700)
 ON_CPU = {
@@ -71,6 +72,11 @@ def recurrent(setting: Setting) -> RecurrentReference:
     return setting.reference
 
 
+def pages_of(setting: Setting, tokens: int) -> int:
+    """With a prefix cache."""
+    return math.ceil(tokens / PAGES.get(setting.kind, PAGE))
+
+
 def check(pair: Pair, case: Case) -> None:
     prefill, decode = pair.submit(case.prompt, len(case.tokens))
     assert decode.result() == case.tokens
@@ -110,6 +116,20 @@ def test_a_prompt_that_continues_another_has_the_right_tokens(pair: Pair, recurr
     assert pair.prefill.is_empty()
     check(pair, recurrent.case(4 * CHUNK + 3, prefix=first.prompt))  # of which decode may hold a part
     assert pair.decode.is_empty()
+
+
+def test_of_a_conversation_that_goes_on_decode_takes_only_what_it_does_not_hold(setting: Setting) -> None:
+    """It holds what it had the state of: short convolutions' at the end of its answer, GDN's at every 256th token."""
+    if not setting.caches:
+        pytest.skip("it holds nothing")
+    pair, recurrent = setting.pair, setting.reference
+    first = recurrent.case(252)
+    assert check_unseen(pair, first) == (0, pages_of(setting, 252))
+    assert pair.prefill.is_empty()  # so that all that is cached from here on is cached at decode
+    # Its last token decode has computed nothing for.
+    held = 256 if setting.kind == "GDN_ATTN" else 252 + len(first.tokens) - 1
+    left = pages_of(setting, 300) - pages_of(setting, held)
+    assert check_continued(pair, recurrent, first, 300) == (held, left)
 
 
 def test_a_hand_off_that_is_given_up_leaves_no_state_behind(pair: Pair, recurrent: RecurrentReference) -> None:
