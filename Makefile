@@ -20,12 +20,12 @@ slowness := _held_interpreter _load _retraction
 caches := _events _hicache _hierarchical _offloading _plugin _tier
 orders := _orders _prefetch _tree_orders _warmed_prefill
 pulls := _hicache_pulls _plan_sglang _pull _pull_sglang _pull_sizes _pull_trouble
-models := _chunked _latent _states _window
+models := _chunked _latent _states _states_alone _window
 speculation := _speculative _speculative_latent
-recurrent := _pipeline_groups _pipeline_kinds _recurrent _stage_layers _states_alone
+recurrent := _recurrent
 replicas := _attention_data_parallel _data_parallel
 parallel := _context _pipeline _pipeline_full _tensor_parallel _unequal
-stages := _pipeline_kinds _stage_layers
+stages := _pipeline_groups _pipeline_kinds _stage_layers
 tests_of = $(if $($(2)),$(wildcard $($(2):%=tests/engines/test_$(1)%.py)),$(filter-out $(foreach part,$(filter-out handoffs,$(ENGINE_PARTS)),$(call tests_of,$(1),$(part))),$(wildcard tests/engines/test_$(1)*.py)))
 # Releases beside those of the locks, each in an environment of its own, and their tests.
 sglang_versions := 0.5.21 0.5.22
