@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import threading
@@ -14,6 +15,7 @@ from kvgrpc.client import SyncClient
 from kvgrpc.v1 import common_pb2
 from tests.engines.engine import PAGE, Pair, Request
 from tests.engines.model import Case, Reference
+from tests.engines.stages import check_unseen
 
 pytestmark = pytest.mark.timeout(220)
 FAKE_HOST = "2.2.2.2"
@@ -26,18 +28,9 @@ def pair(folder: Path, reference: Reference) -> Iterator[Pair]:
     pair.close()
 
 
-def check(pair: Pair, case: Case) -> int:
-    """How many tokens of the prompt decode, or before it prefill, held already. Decode is told another prompt: it
-    has these tokens by what was handed over alone."""
-    prefill, decode = pair.submit_unseen(case.prompt, len(case.tokens))
-    assert decode.result() == case.tokens
-    assert prefill.result() == case.tokens[:1]
-    return decode.cached
-
-
 @pytest.mark.parametrize("length", [3, PAGE, PAGE + 1, 100, 300], ids=lambda length: f"{length} tokens")
 def test_tokens_are_those_of_transformers(pair: Pair, reference: Reference, length: int) -> None:
-    check(pair, reference.case(length))
+    assert check_unseen(pair, reference.case(length)) == (0, math.ceil(length / PAGE))
 
 
 def test_the_engines_logs_say_where_their_ranks_are(pair: Pair) -> None:
@@ -49,17 +42,17 @@ def test_the_engines_logs_say_where_their_ranks_are(pair: Pair) -> None:
 
 def test_decode_takes_only_what_it_does_not_hold(pair: Pair, reference: Reference) -> None:
     first = reference.case(12 * PAGE)
-    check(pair, first)
+    assert check_unseen(pair, first) == (0, 12)
     assert pair.prefill.is_empty()  # so that all that is cached from here on is cached at decode
     second = reference.case(15 * PAGE + 3, prefix=first.prompt[: 10 * PAGE])
-    assert check(pair, second) == 10 * PAGE
+    assert check_unseen(pair, second) == (10 * PAGE, 16 - 10)
 
 
 def test_a_prompt_that_decode_holds_whole_needs_no_page(pair: Pair, reference: Reference) -> None:
     case = reference.case(8 * PAGE)
-    check(pair, case)
+    assert check_unseen(pair, case) == (0, 8)
     assert pair.prefill.is_empty()
-    assert check(pair, case) == 8 * PAGE
+    assert check_unseen(pair, case) == (8 * PAGE, 0)
 
 
 def test_a_room_that_is_used_twice_fails_only_the_second(pair: Pair, reference: Reference) -> None:
@@ -152,7 +145,7 @@ def test_another_model_of_the_same_shape_is_refused_with_the_field(
         assert prefill.wait(5)
     finally:
         other.close()
-    check(pair, reference.case(50))
+    check_unseen(pair, reference.case(50))
 
 
 def test_pages_of_decode_that_are_twice_as_large_are_filled_by_two(pair: Pair, reference: Reference) -> None:
@@ -177,4 +170,4 @@ def test_another_page_size_is_refused_with_the_field(pair: Pair, reference: Refe
         assert prefill.wait(5)
     finally:
         other.close()
-    check(pair, reference.case(50))
+    check_unseen(pair, reference.case(50))

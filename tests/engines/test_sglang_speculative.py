@@ -11,6 +11,7 @@ import pytest
 
 from tests.engines.engine import PAGE, Engine, Pair, engine_arguments
 from tests.engines.model import CarriedHeadReference
+from tests.engines.stages import check_unseen, handed_over
 
 pytestmark = pytest.mark.timeout(600)
 ON_CPU = {"SGLANG_ON_CPU_PLUGIN": "tests.engines.speculative_on_cpu:register"}
@@ -86,7 +87,7 @@ def test_the_first_drafts_are_as_right_as_in_one_engine(
         assert alone.result() == case.tokens
         if alone.accepted > 1:
             break
-    decode = pair.submit(case.prompt, 2)[1]
+    decode = pair.submit_unseen(case.prompt, 2)[1]
     assert decode.result() == case.tokens
     assert decode.accepted == alone.accepted > 1
 
@@ -95,14 +96,16 @@ def test_what_decode_holds_of_the_prompt_is_not_handed_over(
     pair: Pair, single: Engine, model: CarriedHeadReference
 ) -> None:
     """SGLang looks for pages of a prompt with drafts by pairs of tokens."""
-    held = model.case(6 * PAGE, new_tokens=TOKENS)
-    pair.submit(held.prompt, TOKENS)[1].result()
-    case = model.case(9 * PAGE + 3, new_tokens=TOKENS, prefix=held.prompt)
-    prefill, decode = pair.submit(case.prompt, TOKENS)
+    held = model.case(6 * PAGE + 2, new_tokens=TOKENS)
+    assert check_unseen(pair, held) == (0, 7)
+    assert pair.prefill.is_empty()  # so that all that is cached from here on is cached at decode
+    case, room = model.case(9 * PAGE + 3, new_tokens=TOKENS, prefix=held.prompt[:-1]), pair.room()
+    prefill, decode = pair.submit_unseen(case.prompt, TOKENS, room)
     assert decode.result() == case.tokens and prefill.result() == case.tokens[:1]
+    assert (decode.cached, handed_over(pair, room)) == (6 * PAGE, 10 - 6)
     alone = single.generate(case.prompt, TOKENS)
     assert alone.result() == case.tokens
-    assert decode.cached >= 5 * PAGE and decode.accepted == alone.accepted
+    assert decode.accepted == alone.accepted
 
 
 def test_requests_at_once_leave_no_page_behind(pair: Pair, model: CarriedHeadReference) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from tests.engines.engine import PAGE, Pair
-from tests.engines.model import COMPILING_SECONDS, WINDOW, Case, WindowReference
-from tests.engines.stages import rank_address
+from tests.engines.model import COMPILING_SECONDS, WINDOW, WindowReference
+from tests.engines.stages import check_continued, check_unseen, rank_address
 
 pytestmark = pytest.mark.timeout(600)
 ON_CPU = {"SGLANG_ON_CPU_PLUGIN": "tests.engines.window_on_cpu:register"}
@@ -34,15 +35,10 @@ def pair(folder: Path, windowed: WindowReference) -> Iterator[Pair]:
         pair.close()
 
 
-def check(pair: Pair, case: Case) -> None:
-    prefill, decode = pair.submit(case.prompt, len(case.tokens))
-    assert decode.result() == case.tokens
-    assert prefill.result() == case.tokens[:1]
-
-
 @pytest.mark.parametrize("length", [3, WINDOW - 1, WINDOW, WINDOW + 1, 100, 300], ids=lambda length: f"{length} tokens")
 def test_tokens_are_those_of_transformers(pair: Pair, windowed: WindowReference, length: int) -> None:
-    check(pair, windowed.case(length, new_tokens=12))
+    case = windowed.case(length, new_tokens=12)
+    assert check_unseen(pair, case) == (0, math.ceil(length / PAGE))
 
 
 def test_both_ranks_say_that_they_have_a_pool_of_windows(pair: Pair) -> None:
@@ -54,8 +50,10 @@ def test_both_ranks_say_that_they_have_a_pool_of_windows(pair: Pair) -> None:
 
 
 def test_a_prompt_that_continues_another_has_the_right_tokens(pair: Pair, windowed: WindowReference) -> None:
-    """Whatever SGLang's caches of both pools keep of the first one."""
+    """Whatever SGLang's caches of both pools keep of the first one: the rest is handed over."""
     first = windowed.case(12 * PAGE)
-    check(pair, first)
-    check(pair, windowed.case(13 * PAGE + 3, prefix=first.prompt[: 12 * PAGE]))
+    assert check_unseen(pair, first) == (0, 12)
+    assert pair.prefill.is_empty()  # so that all that is cached from here on is cached at decode
+    held, pages = check_continued(pair, windowed, first, 15 * PAGE + 3)
+    assert pages == 16 - held // PAGE
     assert pair.prefill.is_empty()
