@@ -11,7 +11,7 @@ import pytest
 from kvgrpc.client import SyncClient
 from kvgrpc.v1 import common_pb2 as pb
 from tests.engines.model import Case, RecurrentReference
-from tests.engines.stages import rank_address
+from tests.engines.stages import handed_over, rank_address
 from tests.engines.vllm_engine import BLOCK, IN_32_BITS, VllmPair
 
 pytestmark = pytest.mark.timeout(700)
@@ -59,11 +59,14 @@ def recurrent(setting: Setting) -> RecurrentReference:
     return setting.reference
 
 
-def check(pair: VllmPair, case: Case) -> None:
-    """A hand-off that is not used has other tokens: decode does not know the prompt."""
-    prefill, decode = pair.submit_unseen(case.prompt, len(case.tokens))
+def check(pair: VllmPair, case: Case) -> int:
+    """How many blocks of layers that see all tokens were handed over. A hand-off that is not used has other tokens:
+    decode does not know the prompt."""
+    room = pair.room()
+    prefill, decode = pair.submit_unseen(case.prompt, len(case.tokens), room)
     assert decode.result() == case.tokens
     prefill.result()  # of a prompt without its last token
+    return handed_over(pair, room)
 
 
 def test_the_engine_alone_has_the_tokens_of_transformers(pair: VllmPair, recurrent: RecurrentReference) -> None:
@@ -97,10 +100,10 @@ def test_decode_takes_only_what_it_does_not_hold(setting: Setting) -> None:
         pytest.skip("nothing is held")
     pair, recurrent = setting.pair, setting.reference
     first = recurrent.case(4 * BLOCK + 1)
-    check(pair, first)
+    assert check(pair, first) == 4
     check(pair, first)
     assert pair.prefill.is_empty()  # so that all that is cached from here on is cached at decode
-    check(pair, recurrent.case(9 * BLOCK + 3, prefix=first.prompt[: 4 * BLOCK]))
+    assert check(pair, recurrent.case(9 * BLOCK + 3, prefix=first.prompt[: 4 * BLOCK])) == 10 - 4
     assert pair.decode.is_empty()
 
 
@@ -115,5 +118,5 @@ def test_a_prefill_that_is_killed_ends_what_waits_for_it_and_another_one_serves(
     assert "PEER_LOST" in pair.decode.reason()
     pair.restart("prefill")
     case = recurrent.case(100)
-    assert pair.submit(case.prompt, 8)[1].result() == case.tokens
+    assert pair.submit_unseen(case.prompt, 8)[1].result() == case.tokens
     assert pair.decode.is_empty()
