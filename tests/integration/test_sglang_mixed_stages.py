@@ -3,7 +3,6 @@ does. Every other layer has windows, or a state a request, in a pool with pages 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +13,9 @@ import pytest
 from kvgrpc.engines.sglang.rank import SchedulerProcess, pages_of_pools, pools, state_names
 from kvgrpc.errors import Reason
 from kvgrpc.model import Layout, Role
-from kvgrpc.server import RankConfig, RegistryServer, open_decode, open_prefill
+from kvgrpc.server import RankConfig, RegistryServer
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
+from tests.support.pipeline_stages import opened
 
 SECONDS = 20.0
 HERE, ROOM = "127.0.0.1", 7
@@ -67,14 +67,6 @@ class Stage:
 
     def pages(self, kv: list[int], others: list[int]) -> Any:
         return pages_of_pools(state_names(self.args), np.array(kv, np.int32), [np.array(others, np.int32)])
-
-
-@contextlib.contextmanager
-def opened(role: Role, stages: list[Stage], registry: str) -> Iterator[list[Any]]:
-    with contextlib.ExitStack() as stack:
-        opens = open_prefill if role is Role.PREFILL else open_decode
-        configs = [stage.config(role, pp, len(stages), registry) for pp, stage in enumerate(stages)]
-        yield [stack.enter_context(opens(config)) for config in configs]
 
 
 @pytest.fixture

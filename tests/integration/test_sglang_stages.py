@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +12,9 @@ import pytest
 from kvgrpc.engines.sglang.rank import SchedulerProcess, pools
 from kvgrpc.engines.sglang.stages.prefill import Stages
 from kvgrpc.model import Layout, Role
-from kvgrpc.server import Rank, RankConfig, RegistryServer, open_decode, open_prefill
+from kvgrpc.server import Rank, RankConfig, RegistryServer
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
+from tests.support.pipeline_stages import opened
 from tests.support.waiting import wait_until
 
 SECONDS = 20.0
@@ -61,14 +61,6 @@ class Relay(dict[str, int]):
 
     def collect(self, key: str) -> list[int | None]:
         return [store.get(key) for store in self._all]
-
-
-@contextlib.contextmanager
-def opened(role: Role, stages: list[Stage], registry: str) -> Iterator[list[Any]]:
-    with contextlib.ExitStack() as stack:
-        opens = open_prefill if role is Role.PREFILL else open_decode
-        configs = [stage.config(role, pp, len(stages), registry) for pp, stage in enumerate(stages)]
-        yield [stack.enter_context(opens(config)) for config in configs]
 
 
 @pytest.fixture

@@ -256,8 +256,7 @@ def _untried(kv_args: Any) -> set[str]:
 
 
 def _layers_of_a_stage(kv_args: Any) -> tuple[bool, list[str]]:
-    """True if SGLang numbers the layers of the KV cache and of each kind of state, and of which of these a stage has
-    none."""
+    """Returns True if SGLang numbers the layers that this stage has, and the kinds of layers of which it has none."""
     kinds = [kind_of(state) for state in getattr(kv_args, "state_types", ())]
     if not kinds:
         return True, []

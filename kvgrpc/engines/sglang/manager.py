@@ -52,8 +52,6 @@ class KvGrpcManager(BaseKVManager):
         self.prefill_info_table = EveryPrefill()
         self.external_registry = external_registry()
         self.page_bytes = sum(args.kv_item_lens)
-        # That a page number stands for: of decode context parallel (DCP) ranks each has some of them.
-        self.page_tokens = args.page_size * has(get_parallel(), "attn_dcp_size", 1)
         self._state_names = state_names(args)
         self._held = RoomsAwaitingRelease()
         # Of the room whose sender or receiver SGLang is about to make; see samples.py.
@@ -66,6 +64,8 @@ class KvGrpcManager(BaseKVManager):
         # SGLang's word: of prefill's context parallel (CP) ranks it counts the bytes of the first, which sends.
         self.is_dummy_cp_rank = role is Role.PREFILL and get_parallel().attn_cp_rank > 0
         place = _place(role, args, latents)
+        # That a page number stands for: of decode context parallel (DCP) ranks each has some of them.
+        self.page_tokens = args.page_size * place.dcp_size
         self.rank = open_rank(rank_config(args, place, _shared_plane(place.local_ip)))
         # A PrefillManager or a DecodeManager, as the class that SGLang makes on this one expects.
         self.transfer: Any = self.rank.transfer

@@ -11,7 +11,7 @@ the first token. dp replicas are independent caches: any serves any.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -277,17 +277,13 @@ def _pool_differences(
     prefill_is_outer = prefill_shape.layout.pp < decode_shape.layout.pp
     if len(prefill) != len(decode):
         return {"pools": ([pool.name for pool in prefill], [pool.name for pool in decode])}
-    of_its_range: Collection[int] = ()
-    if not same_stages:
-        first, count = layers_of_pools(decode if prefill_is_outer else prefill)
-        of_its_range = range(first, first + count)
+    first, count = layers_of_pools(decode if prefill_is_outer else prefill)
     differences: dict[str, tuple[object, object]] = {}
     fields = (*_POOL_FIELDS, "head_start", "head_count") if same_tp else _POOL_FIELDS
     for index, (ours, theirs) in enumerate(zip(prefill, decode, strict=True)):
         if not same_stages:
-            of_stage = {*theirs.layers} if prefill_is_outer else {*ours.layers}
-            of_all = {*ours.layers} if prefill_is_outer else {*theirs.layers}
-            if of_stage != of_all.intersection(of_its_range):
+            stage, outer = (theirs, ours) if prefill_is_outer else (ours, theirs)
+            if set(stage.layers) != set(outer.layers).intersection(range(first, first + count)):
                 differences[f"pools[{index}].layers"] = (_layers_text(ours), _layers_text(theirs))
                 continue
             ours, theirs = shared_layers(ours, theirs)
