@@ -332,7 +332,9 @@ class PagePool(_message.Message):
     dtype: _builtins.str
     """Element type, for example "bfloat16"."""
     axes: _builtins.str
-    """Axis order inside a page, for example "token,head,dim"."""
+    """Axis order inside a page, for example "token,head,dim"; "tokens over 2" for every second token of a prompt, those
+    whose number is head_start modulo 2 (decode context parallelism).
+    """
     heads_total: _builtins.int
     """Heads of the whole model; 0 where heads do not apply (MLA, state)."""
     head_start: _builtins.int
@@ -343,7 +345,7 @@ class PagePool(_message.Message):
     """Where the memory is, for example "cpu:0", "cuda:3"."""
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolRegion]:
-        """One for each layer and component."""
+        """One for each layer and component; none where a pipeline stage has no layer of the pool."""
 
     def __init__(
         self,

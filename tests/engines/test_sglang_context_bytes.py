@@ -5,7 +5,7 @@ Over the modules of the real SGLang, whose kernels for this are for GPUs; no eng
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ class Process:
             **dict.fromkeys(("pp_size", "attn_dp_size", "dp_size"), 1),
             **dict.fromkeys(("pp_rank", "attn_dp_rank", "dp_rank"), 0),
             **{"attn_cp_size": cps, "attn_cp_rank": cp, "attn_tp_size": tps, "attn_tp_rank": tp},
-            **{"attn_dcp_size": dcps, "dist_init_addr": None},
+            **{"attn_dcp_size": dcps, "attn_dcp_rank": tp % dcps, "dist_init_addr": None},
             "load_balance_method": "follow_bootstrap_room",
         }
         disagg = {
@@ -218,12 +218,12 @@ class Divided(NamedTuple):
     decode: list[Process]
     registry: str
 
-    def receivers(self, room: int = ROOM, prefix: int = 0) -> list[KvGrpcReceiver]:
+    def receivers(self, prefix: int = 0, pages: Sequence[int] = (4, 8, 6)) -> list[KvGrpcReceiver]:
         """One of each rank of decode, with pages behind ``prefix`` tokens."""
-        found = [KvGrpcReceiver(rank.manager, self.registry, room) for rank in self.decode]
+        found = [KvGrpcReceiver(rank.manager, self.registry, ROOM) for rank in self.decode]
         for receiver in found:
-            receiver.init(room)
-            receiver.send_metadata(np.array([4, 8, 6], np.int32), 2, decode_prefix_len=prefix)
+            receiver.init(ROOM)
+            receiver.send_metadata(np.array(pages, np.int32), 2, decode_prefix_len=prefix)
         return found
 
 
@@ -266,6 +266,37 @@ def test_each_decode_context_parallel_rank_gets_the_tokens_of_its_equal(divided:
             assert np.array_equal(its, expected)
 
 
+@pytest.mark.parametrize(
+    "divided", [((1, 1), (2, 2)), ((2, 1), (2, 2)), ((2, 1), (4, 2))], ids=["1 to 2", "2 to 2", "2 to 4"], indirect=True
+)
+@pytest.mark.parametrize("held", [0, 1], ids=["nothing held", "a page held"])
+def test_at_decode_alone_each_of_its_ranks_gets_every_second_token(divided: Divided, held: int) -> None:
+    """Of five pages of prefill, of which two are a page number of decode; the last one is half full."""
+    draw = np.random.default_rng(0)
+    copies = [draw.integers(1, 256, (PAGES, PAGE_BYTES), np.uint8) for _ in range(2)]
+    for rank in divided.prefill:
+        for array, copy in zip(rank.kv, copies, strict=True):
+            array[:] = copy
+    senders = [KvGrpcSender(rank.manager, "", ROOM) for rank in divided.prefill]
+    theirs = [4, 8, 6][held:]
+    receivers = divided.receivers(prefix=held * 2 * PAGE, pages=theirs)
+    wait_until(lambda: agreed(senders) is KVPoll.WaitingForInput)
+    assert {sender.pop_decode_prefix_len() for sender in senders} == {held * 2 * PAGE}
+    ours = [1, 2, 3, 9, 10][held * 2 :]
+    for sender in senders:
+        sender.init(len(ours), 1)
+        sender.send(np.array(ours[:1], np.int32))
+        sender.send(np.array(ours[1:], np.int32))
+    wait_until(lambda: {each.poll() for each in senders} | {each.poll() for each in receivers} == {KVPoll.Success})
+    for number, rank in enumerate(divided.decode):
+        for copy, its in zip(copies, rank.kv, strict=True):
+            mine = copy[ours].reshape(len(ours) * PAGE, -1)[number % 2 :: 2]
+            expected = np.zeros_like(its).reshape(PAGES, PAGE, -1)
+            for at, token in enumerate(mine):
+                expected[theirs[at // PAGE], at % PAGE] = token
+            assert np.array_equal(its, expected.reshape(its.shape))
+
+
 @pytest.mark.parametrize("divided", [EQUAL], ids=["2 to 2"], indirect=True)
 def test_a_prefix_of_a_part_of_their_pages_fails(divided: Divided) -> None:
     receivers = divided.receivers(prefix=PAGE)
@@ -277,15 +308,15 @@ def test_a_prefix_of_a_part_of_their_pages_fails(divided: Divided) -> None:
 @pytest.mark.parametrize(
     ("divided", "differ"),
     [
-        (((2, 1), (2, 2)), "prefill , decode tokens over 2 of tp 2"),
-        (((2, 2), (2, 1)), "prefill tokens over 2 of tp 2, decode "),
-        (((4, 2), (2, 2)), "prefill tokens over 2 of tp 4, decode tokens over 2 of tp 2"),
+        (((2, 2), (2, 1)), "axes: prefill tokens over 2, decode "),
+        (((4, 2), (2, 2)), "head_start: prefill 0, decode 1"),
+        (((1, 1), (3, 3)), "axes: prefill , decode tokens over 3"),
     ],
-    ids=["not at prefill", "not at decode", "over other sizes"],
+    ids=["not at decode", "over other sizes", "no whole rows in a page"],
     indirect=["divided"],
 )
 def test_other_sizes_fail_by_name(divided: Divided, differ: str) -> None:
     receiver = divided.receivers()[-1]
     wait_until(lambda: receiver.poll() is KVPoll.Failed)
-    with pytest.raises(KVTransferError, match=f"PARALLEL_LAYOUT_MISMATCH.*axes: {differ}"):
+    with pytest.raises(KVTransferError, match=f"PARALLEL_LAYOUT_MISMATCH.*{differ}"):
         receiver.failure_exception()

@@ -118,7 +118,7 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
             dcp > 1 and DCP not in asked,
             f"--dcp-size {dcp}",
             "no attention of SGLang's for CPUs divides a cache, so that it was never run with kvgrpc",
-            f"use --dcp-size 1, or the same size on both sides and {UNTRIED}={DCP} there",
+            f"use --dcp-size 1, or set {UNTRIED}={DCP}: prefill has the same size and --tp-size then, or --dcp-size 1",
         ),
         (
             has(parallel, "enable_kv_cache_sharding"),

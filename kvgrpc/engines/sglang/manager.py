@@ -140,6 +140,7 @@ def _place(role: Role, kv_args: Any, mla: bool) -> SchedulerProcess:
         page_layout=page_layout(),
         pp=parallel.pp_rank,
         cp=parallel.attn_cp_rank,
+        dcp=has(parallel, "attn_dcp_rank", 0),
         dcp_size=has(parallel, "attn_dcp_size", 1),
         first_layer=_first_layer(kv_args, model.num_hidden_layers),
         **(_state_form(model.hf_config) if STATE_A_REQUEST in state_names(kv_args) else {}),

@@ -16,6 +16,7 @@ from kvgrpc.engines.sglang.deadlines import deadlines
 from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, PoolKind, Region, Role
 from kvgrpc.net import split
 from kvgrpc.server import AuxBuffer, RankConfig, settings
+from kvgrpc.transfer.layout.token_shares import axes_of_shares
 
 SLIDING_WINDOW, STATE_A_REQUEST = "swa", "mamba"
 
@@ -29,8 +30,8 @@ class SchedulerProcess:
     ``engine_selects_dp``: its dp controller gives requests to other dp ranks than room % dp.
     ``kv_heads``: of the whole model; 0: MLA, each rank holds all. ``page_layout``: SGLang's word for the order
     of tokens and heads in a page. ``pp`` and ``first_layer``: its pipeline stage, and where that begins in the model.
-    ``cp``: which of prefill's context parallel ranks, all of which have all pages. ``dcp_size``: of decode context
-    parallel (DCP) ranks, among which the tokens of a page number are divided.
+    ``cp``: which of prefill's context parallel ranks, all of which have all pages. ``dcp`` of ``dcp_size``: which of
+    the decode context parallel (DCP) ranks, to which the tokens of a page number are dealt out.
     ``state_dtype`` and ``state_axes``: torch's names for what a state a request is made of, and a word for the order of
     its bytes; "" where the model has none.
     """
@@ -51,6 +52,7 @@ class SchedulerProcess:
     pp: int = 0
     first_layer: int = 0
     cp: int = 0
+    dcp: int = 0
     dcp_size: int = 1
     state_dtype: str = ""
     state_axes: str = ""
@@ -211,10 +213,10 @@ def _pool(
             Region(layer, component, address, item, item)
             for (layer, component), address, item in zip(names, entries.addresses, entries.items, strict=True)
         ),
-        axes=_axes(layout, total) if place.dcp_size == 1 else _divided(place),
+        axes=_axes(layout, total) if place.dcp_size == 1 else axes_of_shares(place.dcp_size),
         heads_total=total,
-        head_start=place.tp * total // tp,
-        head_count=max(total // tp, 1) if total else 0,
+        head_start=place.tp * total // tp if total else place.dcp,
+        head_count=max(total // tp, 1) if total else int(place.dcp_size > 1),
         location=_location(kv_args, place),
     )
 
@@ -269,11 +271,6 @@ def _axes(layout: str, heads: int) -> str:
     if layout != "nhd":
         return layout
     return "token,head,dim" if heads else ""
-
-
-def _divided(place: SchedulerProcess) -> str:
-    """Says so in a word that is compared: a DCP rank has its tokens by its tp rank, so both sizes must be equal."""
-    return f"tokens over {place.dcp_size} of tp {place.layout.tp}"
 
 
 def aux_buffers(addresses: Sequence[int], lengths: Sequence[int], items: Sequence[int]) -> tuple[AuxBuffer, ...]:

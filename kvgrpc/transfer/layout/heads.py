@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 
 from kvgrpc.model import Pool, Region
+from kvgrpc.transfer.layout.token_shares import shares_as_heads
 from kvgrpc.transfer.layout.translation import HEAD, KV, TOKEN, Runs, number_of_pieces, translated, translates
 
 
@@ -28,6 +29,11 @@ def head_rows(pool: Pool) -> int | None:
 def sliceable(source: Pool, destination: Pool) -> bool:
     """True if both keep their heads alike, so that a range of them is the same runs of bytes on both sides."""
     return source.axes == destination.axes and head_rows(source) is not None and head_rows(destination) is not None
+
+
+def shared(source: Pool, destination: Pool) -> tuple[Pool, Pool]:
+    """Both pools as they are compared and planned: of the layers that both have, and with shares of tokens as heads."""
+    return shares_as_heads(*shared_layers(source, destination))
 
 
 def shared_layers(source: Pool, destination: Pool) -> tuple[Pool, Pool]:

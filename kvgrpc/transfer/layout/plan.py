@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from kvgrpc.errors import InvalidRequest, KvIndexOutOfRange
 from kvgrpc.model import Pool, Region
-from kvgrpc.transfer.layout.heads import runs, shared_layers
+from kvgrpc.transfer.layout.heads import runs, shared
 from kvgrpc.transfer.protocol.destination import Destination, largest_of
 
 U32Array = npt.NDArray[np.uint32]
@@ -146,7 +146,7 @@ def geometry(source: Sequence[Pool], destination: Sequence[Pool]) -> Geometry:
     """The geometry of a pair whose pools were compared: one page number addresses every pool, and of the layers and
     heads those move that both sides hold. Where several of our pages fill one of theirs, it is of those parts.
     """
-    pairs = [runs(*shared_layers(ours, theirs)) for ours, theirs in zip(source, destination, strict=True)]
+    pairs = [runs(*shared(ours, theirs)) for ours, theirs in zip(source, destination, strict=True)]
     divided = any(each.parts > 1 for each in pairs)
     return Geometry(
         [region for each in pairs for region in each.source],

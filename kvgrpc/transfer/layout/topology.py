@@ -2,10 +2,11 @@
 
 Tensor-parallel sizes may differ where one divides the other. With heads (MHA, GQA) a decode rank gets its heads from
 every prefill rank that holds some of them; of prefill ranks that hold copies the first one sends. Without heads (MLA,
-and state) every rank holds all of it, and one prefill rank sends. Context parallelism of prefill alone: cp 0 sends.
-Whoever owes nothing is told about each room all the same, so that its sender ends. Pipeline stages may differ where one
-size divides the other and the stages of one lie within those of the other; the last one sends aux, because it computes
-the first token. dp replicas are independent caches: any serves any.
+and state) every rank holds all of it, and one prefill rank sends; where decode's ranks share out the tokens, it sends
+each its own. Context parallelism of prefill alone: cp 0 sends. Whoever owes nothing is told about each room all the
+same, so that its sender ends. Pipeline stages may differ where one size divides the other and the stages of one lie
+within those of the other; the last one sends aux, because it computes the first token. dp replicas are independent
+caches: any serves any.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import NamedTuple
 
 from kvgrpc.errors import ParallelLayoutMismatch
 from kvgrpc.model import UNKNOWN_MODEL, Attention, Layout, ModelIdentity, Pool, RankId
-from kvgrpc.transfer.layout.heads import parts_of_page, shared_layers, sliceable
+from kvgrpc.transfer.layout.heads import parts_of_page, shared, shared_layers, sliceable
+from kvgrpc.transfer.layout.token_shares import shares_as_heads
 from kvgrpc.transfer.layout.translation import translates
 
 Coordinates = tuple[int, int, int, int]
@@ -178,7 +180,7 @@ def owed_part(prefill: Shape, decode: Shape) -> Part:
 
 def parts_of_pages(prefill: Sequence[Pool], decode: Sequence[Pool]) -> int:
     """Returns how many of prefill's pages fill one of decode's, in pools that fit: of the first pool."""
-    return parts_of_page(*shared_layers(prefill[0], decode[0])) or 1
+    return parts_of_page(*shared(prefill[0], decode[0])) or 1
 
 
 def mismatch(differences: dict[str, tuple[object, object]]) -> ParallelLayoutMismatch:
@@ -279,7 +281,6 @@ def _pool_differences(
         return {"pools": ([pool.name for pool in prefill], [pool.name for pool in decode])}
     first, count = layers_of_pools(decode if prefill_is_outer else prefill)
     differences: dict[str, tuple[object, object]] = {}
-    fields = (*_POOL_FIELDS, "head_start", "head_count") if same_tp else _POOL_FIELDS
     for index, (ours, theirs) in enumerate(zip(prefill, decode, strict=True)):
         if not same_stages:
             stage, outer = (theirs, ours) if prefill_is_outer else (ours, theirs)
@@ -287,10 +288,14 @@ def _pool_differences(
                 differences[f"pools[{index}].layers"] = (_layers_text(ours), _layers_text(theirs))
                 continue
             ours, theirs = shared_layers(ours, theirs)
+        has_all_tokens = ours
+        ours, theirs = shares_as_heads(ours, theirs)
+        # Without heads they are a share of the tokens, which has to be the same between any sizes.
+        same_heads = ours is has_all_tokens and (same_tp or not theirs.heads_total)
         are_empty = not ours.regions and not theirs.regions
         translated = not sliceable(ours, theirs) and translates(ours, theirs)
         parts = _parts(index, ours, theirs)
-        for name in fields:
+        for name in (*_POOL_FIELDS, "head_start", "head_count") if same_heads else _POOL_FIELDS:
             one, other = getattr(ours, name), getattr(theirs, name)
             allowed = (translated and name == "axes") or (parts > 1 and name == "page_tokens")
             allowed = allowed or (are_empty and name in ("dtype", "axes"))

@@ -626,7 +626,8 @@ type PagePool struct {
 	Pages uint32 `protobuf:"varint,4,opt,name=pages,proto3" json:"pages,omitempty"`
 	// Element type, for example "bfloat16".
 	Dtype string `protobuf:"bytes,5,opt,name=dtype,proto3" json:"dtype,omitempty"`
-	// Axis order inside a page, for example "token,head,dim".
+	// Axis order inside a page, for example "token,head,dim"; "tokens over 2" for every second token of a prompt, those
+	// whose number is head_start modulo 2 (decode context parallelism).
 	Axes string `protobuf:"bytes,6,opt,name=axes,proto3" json:"axes,omitempty"`
 	// Heads of the whole model; 0 where heads do not apply (MLA, state).
 	HeadsTotal uint32 `protobuf:"varint,7,opt,name=heads_total,json=headsTotal,proto3" json:"heads_total,omitempty"`
@@ -636,7 +637,7 @@ type PagePool struct {
 	HeadCount uint32 `protobuf:"varint,9,opt,name=head_count,json=headCount,proto3" json:"head_count,omitempty"`
 	// Where the memory is, for example "cpu:0", "cuda:3".
 	Location string `protobuf:"bytes,10,opt,name=location,proto3" json:"location,omitempty"`
-	// One for each layer and component.
+	// One for each layer and component; none where a pipeline stage has no layer of the pool.
 	Regions       []*PoolRegion `protobuf:"bytes,11,rep,name=regions,proto3" json:"regions,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

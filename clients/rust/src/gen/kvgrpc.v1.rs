@@ -307,7 +307,8 @@ pub struct PagePool {
     /// Element type, for example "bfloat16".
     #[prost(string, tag = "5")]
     pub dtype: ::prost::alloc::string::String,
-    /// Axis order inside a page, for example "token,head,dim".
+    /// Axis order inside a page, for example "token,head,dim"; "tokens over 2" for every second token of a prompt, those
+    /// whose number is head_start modulo 2 (decode context parallelism).
     #[prost(string, tag = "6")]
     pub axes: ::prost::alloc::string::String,
     /// Heads of the whole model; 0 where heads do not apply (MLA, state).
@@ -322,7 +323,7 @@ pub struct PagePool {
     /// Where the memory is, for example "cpu:0", "cuda:3".
     #[prost(string, tag = "10")]
     pub location: ::prost::alloc::string::String,
-    /// One for each layer and component.
+    /// One for each layer and component; none where a pipeline stage has no layer of the pool.
     #[prost(message, repeated, tag = "11")]
     pub regions: ::prost::alloc::vec::Vec<PoolRegion>,
 }

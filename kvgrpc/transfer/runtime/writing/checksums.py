@@ -15,7 +15,7 @@ import numpy as np
 
 from kvgrpc.errors import ChecksumMismatch, Failure, InvalidRequest
 from kvgrpc.model import Pool, RankRef
-from kvgrpc.transfer.layout.heads import runs, shared_layers
+from kvgrpc.transfer.layout.heads import runs, shared
 from kvgrpc.transfer.layout.plan import Geometry, Side, geometry
 from kvgrpc.transfer.protocol.destination import Destination, U32Array
 
@@ -111,7 +111,7 @@ def _paired(prefill: Sequence[Pool], decode: Sequence[Pool]) -> Geometry:
         return Geometry([], [])
     try:
         for theirs, ours in zip(prefill, decode, strict=True):
-            found = runs(*shared_layers(theirs, ours))
+            found = runs(*shared(theirs, ours))
             sizes = [[each.page_bytes for each in side] for side in (found.source, found.destination)]
             if sizes[0] != sizes[1] or found.parts > 1:
                 raise ValueError(f"pool {theirs.name!r} has pages of another size")

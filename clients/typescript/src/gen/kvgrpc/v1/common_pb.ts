@@ -273,7 +273,8 @@ export type PagePool = Message<"kvgrpc.v1.PagePool"> & {
   dtype: string;
 
   /**
-   * Axis order inside a page, for example "token,head,dim".
+   * Axis order inside a page, for example "token,head,dim"; "tokens over 2" for every second token of a prompt, those
+   * whose number is head_start modulo 2 (decode context parallelism).
    *
    * @generated from field: string axes = 6;
    */
@@ -308,7 +309,7 @@ export type PagePool = Message<"kvgrpc.v1.PagePool"> & {
   location: string;
 
   /**
-   * One for each layer and component.
+   * One for each layer and component; none where a pipeline stage has no layer of the pool.
    *
    * @generated from field: repeated kvgrpc.v1.PoolRegion regions = 11;
    */

@@ -1,0 +1,51 @@
+"""Tokens dealt out to ranks: with decode context parallelism each of N ranks keeps every Nth token of a prompt. Pure.
+
+Seen as rows of N tokens, of which a rank keeps one at the same place of each, these are the heads of a page: whoever
+has all tokens has all N heads. So the plan for heads, and for pages of other sizes, serves it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from kvgrpc.model import Pool
+
+_OVER = re.compile(r"tokens over (\d{1,9})")
+_AXES = "token,head,dim"
+# Of a pool of latents that has all tokens of a page one after another.
+_ALL_TOKENS = ("", "token,dim")
+
+
+def axes_of_shares(size: int) -> str:
+    """The ``axes`` of a pool that keeps the tokens whose number in the prompt is its ``head_start`` modulo ``size``.
+    All ranks of an engine have the same."""
+    return f"tokens over {size}"
+
+
+def shares_as_heads(source: Pool, destination: Pool) -> tuple[Pool, Pool]:
+    """Both pools with shares of tokens as heads, where the source has all tokens and the destination a share of them;
+    else as they are: two shares are only compared."""
+    found = _OVER.fullmatch(destination.axes)
+    if found is None or source.axes not in _ALL_TOKENS:
+        return source, destination
+    size, rank = int(found[1]), destination.head_start
+    if not rank < size or not _fits(source, 1, size) or not _fits(destination, size, size):
+        return source, destination
+    return _with_heads(source, size, 0, size), _with_heads(destination, size, rank, 1)
+
+
+def _fits(pool: Pool, tokens_of_a_row: int, size: int) -> bool:
+    """True if its pages are whole rows of latents of ``size`` tokens, of which it has one in ``tokens_of_a_row``."""
+    rows = pool.page_tokens // tokens_of_a_row
+    return (
+        not pool.heads_total
+        and pool.page_tokens > 0
+        and pool.page_tokens % size == 0
+        and all(region.component == "latent" and region.page_bytes % rows == 0 for region in pool.regions)
+    )
+
+
+def _with_heads(pool: Pool, size: int, start: int, count: int) -> Pool:
+    tokens = pool.page_tokens // size
+    return replace(pool, page_tokens=tokens, axes=_AXES, heads_total=size, head_start=start, head_count=count)
