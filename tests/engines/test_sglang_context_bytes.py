@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
@@ -25,6 +26,7 @@ from tests.support.waiting import wait_until
 
 LOCAL, ROOM = "127.0.0.1", 7
 PAGES, PAGE_BYTES, PAGE = 12, 192, 16
+REQUESTS, STATE_BYTES = 6, 80
 EQUAL = (2, 2), (2, 2)
 
 
@@ -43,7 +45,9 @@ class Process:
         tps: int = 1,
         dcps: int = 1,
         mla: bool = False,
+        has_states: bool = False,
     ) -> None:
+        self.states = [np.zeros((REQUESTS, STATE_BYTES), np.uint8)] if has_states else []
         self.kv = [np.zeros((PAGES, PAGE_BYTES), np.uint8) for _ in range(2)]
         self.aux = np.zeros((4, 64), np.uint8)
         parallel = {
@@ -63,6 +67,7 @@ class Process:
             revision=None,
             dtype="bfloat16",
             num_hidden_layers=1,
+            hf_config=None,
             get_total_num_kv_heads=lambda: 8,
         )
         settings = {
@@ -80,6 +85,7 @@ class Process:
                     if hasattr(module, name):
                         patch.setattr(module, name, lambda values=values: SimpleNamespace(**values))
             patch.setattr(manager, "process_model_config", lambda: model)
+            patch.setattr(manager, "_state_form", lambda config: {"state_dtype": "float32", "state_axes": "plain"})
             patch.setenv(limits.UNTRIED, f"{limits.CONTEXT},{limits.DCP}")
             self.manager: Any = KvGrpcManager(self._args(), mode, None, mla)
 
@@ -88,7 +94,10 @@ class Process:
             page_size=PAGE,
             kv_cache_dtype_str="bfloat16",
             gpu_id=0,
-            state_types=[],
+            state_types=[StateType.MAMBA] * len(self.states),
+            state_data_ptrs=[[array.ctypes.data] for array in self.states],
+            state_data_lens=[[array.nbytes] for array in self.states],
+            state_item_lens=[[STATE_BYTES] for _ in self.states],
             kv_data_ptrs=[array.ctypes.data for array in self.kv],
             kv_data_lens=[array.nbytes for array in self.kv],
             kv_item_lens=[PAGE_BYTES] * len(self.kv),
@@ -218,12 +227,15 @@ class Divided(NamedTuple):
     decode: list[Process]
     registry: str
 
-    def receivers(self, prefix: int = 0, pages: Sequence[int] = (4, 8, 6)) -> list[KvGrpcReceiver]:
-        """One of each rank of decode, with pages behind ``prefix`` tokens."""
+    def receivers(
+        self, prefix: int = 0, pages: Sequence[int] = (4, 8, 6), state: Sequence[int] | None = None
+    ) -> list[KvGrpcReceiver]:
+        """One of each rank of decode, with pages behind ``prefix`` tokens; ``state``: the page of the request's."""
         found = [KvGrpcReceiver(rank.manager, self.registry, ROOM) for rank in self.decode]
         for receiver in found:
             receiver.init(ROOM)
-            receiver.send_metadata(np.array(pages, np.int32), 2, decode_prefix_len=prefix)
+            states = None if state is None else [np.array(state, np.int32)]
+            receiver.send_metadata(np.array(pages, np.int32), 2, states, decode_prefix_len=prefix)
         return found
 
 
@@ -231,13 +243,16 @@ class Divided(NamedTuple):
 def divided(
     monkeypatch: pytest.MonkeyPatch, registry: RegistryServer, request: pytest.FixtureRequest
 ) -> Iterator[Divided]:
-    """Of a number of tensor-parallel ranks and the size of decode context parallelism: prefill's, decode's."""
+    """Of a number of tensor-parallel ranks and the size of decode context parallelism: prefill's, decode's; and whether
+    the model has states beside its latents."""
+    *sizes, has_states = request.param if len(request.param) == 3 else (*request.param, False)
     port = int(registry.address.rpartition(":")[2])
     sides = [
-        [Process(monkeypatch, mode, port, tp=tp, tps=tps, dcps=dcps, mla=True) for tp in range(tps)]
-        for mode, (tps, dcps) in zip(
-            (DisaggregationMode.PREFILL, DisaggregationMode.DECODE), request.param, strict=True
-        )
+        [
+            Process(monkeypatch, mode, port, tp=tp, tps=tps, dcps=dcps, mla=True, has_states=has_states)
+            for tp in range(tps)
+        ]
+        for mode, (tps, dcps) in zip((DisaggregationMode.PREFILL, DisaggregationMode.DECODE), sizes, strict=True)
     ]
     yield Divided(sides[0], sides[1], registry.address)
     for rank in (*sides[0], *sides[1]):
@@ -295,6 +310,25 @@ def test_at_decode_alone_each_of_its_ranks_gets_every_second_token(divided: Divi
             for at, token in enumerate(mine):
                 expected[theirs[at // PAGE], at % PAGE] = token
             assert np.array_equal(its, expected.reshape(its.shape))
+
+
+@pytest.mark.parametrize("divided", [((2, 1), (2, 2), True), (*EQUAL, True)], ids=["alone", "both"], indirect=True)
+def test_a_state_a_request_goes_from_each_rank_to_its_equal(divided: Divided) -> None:
+    """Of models with latents and states (Kimi Linear): of a state each tensor-parallel rank has its own heads."""
+    for number, rank in enumerate(divided.prefill):
+        rank.states[0][:] = np.arange(REQUESTS * STATE_BYTES, dtype=np.uint8).reshape(REQUESTS, -1) + 1 + number
+    senders = [KvGrpcSender(rank.manager, "", ROOM) for rank in divided.prefill]
+    receivers = divided.receivers(state=[4])
+    wait_until(lambda: agreed(senders) is KVPoll.WaitingForInput)
+    count = 3 * divided.decode[0].manager.page_tokens // divided.prefill[0].manager.page_tokens
+    for sender in senders:
+        sender.init(count, 1)
+        sender.send(np.arange(count, dtype=np.int32), [np.array([5], np.int32)])
+    wait_until(lambda: {each.poll() for each in senders} | {each.poll() for each in receivers} == {KVPoll.Success})
+    for ours, theirs in zip(divided.prefill, divided.decode, strict=True):
+        expected = np.zeros_like(theirs.states[0])
+        expected[4] = ours.states[0][5]
+        assert np.array_equal(theirs.states[0], expected)
 
 
 @pytest.mark.parametrize("divided", [EQUAL], ids=["2 to 2"], indirect=True)

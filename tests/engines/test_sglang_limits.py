@@ -263,7 +263,10 @@ def test_decode_context_parallel_ranks_that_have_all_of_something_are_refused_by
     settings["parallel"]["attn_dcp_size"] = 2
     monkeypatch.setenv(limits.UNTRIED, f"{limits.DCP},{limits.SPECULATIVE}")
     limits.check_supported(kv_args(), latents=True)
-    with pytest.raises(FeatureDisabled, match=r"--dcp-size 2 but with latents \(MLA\) alone: .*; use --dcp-size 1"):
+    limits.check_supported(SimpleNamespace(**{**vars(kv_args()), "state_types": [StateType.MAMBA]}), latents=True)
+    with pytest.raises(
+        FeatureDisabled, match=r"--dcp-size 2 but with latents \(MLA\), alone or .*: .*; use --dcp-size 1"
+    ):
         limits.check_supported(SimpleNamespace(**{**vars(kv_args()), **beside}), latents=True)
 
 

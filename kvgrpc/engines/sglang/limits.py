@@ -45,6 +45,7 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
     drafts_as_run = algorithm in ("EAGLE", "EAGLE3") and not beside and not has(get_spec(), "enable_multi_layer_eagle")
     parted = _parted(kv_args)
     dcp = has(parallel, "attn_dcp_size", 1)
+    has_other_states = any(kind_of(state) != STATE_A_REQUEST for state in states)
     are_numbered, absent = _layers_of_a_stage(kv_args) if parallel.pp_size > 1 else (True, [])
     refused = (
         (
@@ -109,9 +110,9 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
             f"leave it out, or set {UNTRIED}={CHECKSUM} on both sides",
         ),
         (
-            dcp > 1 and (not latents or bool(states) or bool(getattr(kv_args, "num_draft_entries", 0))),
-            f"--dcp-size {dcp} but with latents (MLA) alone",
-            "a rank then holds some of a request's tokens, and all of its states and drafts",
+            dcp > 1 and (not latents or has_other_states or bool(getattr(kv_args, "num_draft_entries", 0))),
+            f"--dcp-size {dcp} but with latents (MLA), alone or beside a state a request",
+            "a rank then holds some of a request's tokens, and all of its drafts and of what other states keep of them",
             "use --dcp-size 1",
         ),
         (
