@@ -6,108 +6,23 @@ Over the modules of the real SGLang, whose kernels for this are for GPUs; no eng
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from kvgrpc.client import SyncClient
 from kvgrpc.engines import compatibility
-from kvgrpc.engines.sglang import limits, manager
-from kvgrpc.engines.sglang.manager import KvGrpcManager
 from kvgrpc.engines.sglang.receiver import KvGrpcReceiver
 from kvgrpc.engines.sglang.sender import KvGrpcSender
 from kvgrpc.server import KVPoll, RegistryServer
+from tests.engines.scheduler_process import LOCAL, PAGE, PAGE_BYTES, PAGES, REQUESTS, STATE_BYTES, Process
 from tests.support.waiting import wait_until
 
-LOCAL, ROOM = "127.0.0.1", 7
-PAGES, PAGE_BYTES, PAGE = 12, 192, 16
-REQUESTS, STATE_BYTES = 6, 80
+ROOM = 7
 EQUAL = (2, 2), (2, 2)
-
-
-class Process:
-    """A scheduler process of SGLang with its own memory, K and V of a layer, and our manager in it."""
-
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        mode: DisaggregationMode,
-        port: int,
-        *,
-        cp: int = 0,
-        cps: int = 1,
-        tp: int = 0,
-        tps: int = 1,
-        dcps: int = 1,
-        mla: bool = False,
-        has_states: bool = False,
-    ) -> None:
-        self.states = [np.zeros((REQUESTS, STATE_BYTES), np.uint8)] if has_states else []
-        self.kv = [np.zeros((PAGES, PAGE_BYTES), np.uint8) for _ in range(2)]
-        self.aux = np.zeros((4, 64), np.uint8)
-        parallel = {
-            **dict.fromkeys(("pp_size", "attn_dp_size", "dp_size"), 1),
-            **dict.fromkeys(("pp_rank", "attn_dp_rank", "dp_rank"), 0),
-            **{"attn_cp_size": cps, "attn_cp_rank": cp, "attn_tp_size": tps, "attn_tp_rank": tp},
-            **{"attn_dcp_size": dcps, "attn_dcp_rank": tp % dcps, "dist_init_addr": None},
-            "load_balance_method": "follow_bootstrap_room",
-        }
-        disagg = {
-            "disaggregation_mode": mode.value,
-            "disaggregation_bootstrap_port": port,
-            "disaggregation_transfer_backend": "kvgrpc",
-        }
-        model = SimpleNamespace(
-            model_path="a/model",
-            revision=None,
-            dtype="bfloat16",
-            num_hidden_layers=1,
-            hf_config=None,
-            get_total_num_kv_heads=lambda: 8,
-        )
-        settings = {
-            "get_parallel": parallel,
-            "get_disagg": disagg,
-            "get_serving": {"host": LOCAL, "port": 1, "tokenizer_worker_num": 1},
-            "get_device": {"device": "cpu"},
-            "get_memory": {},
-            "get_spec": {},
-            "get_exec": {"features": SimpleNamespace(enable_memory_saver=False)},
-        }
-        with monkeypatch.context() as patch:
-            for name, values in settings.items():
-                for module in (limits, manager):
-                    if hasattr(module, name):
-                        patch.setattr(module, name, lambda values=values: SimpleNamespace(**values))
-            patch.setattr(manager, "process_model_config", lambda: model)
-            patch.setattr(manager, "_state_form", lambda config: {"state_dtype": "float32", "state_axes": "plain"})
-            patch.setenv(limits.UNTRIED, f"{limits.CONTEXT},{limits.DCP}")
-            self.manager: Any = KvGrpcManager(self._args(), mode, None, mla)
-
-    def _args(self) -> Any:
-        return SimpleNamespace(
-            page_size=PAGE,
-            kv_cache_dtype_str="bfloat16",
-            gpu_id=0,
-            state_types=[StateType.MAMBA] * len(self.states),
-            state_data_ptrs=[[array.ctypes.data] for array in self.states],
-            state_data_lens=[[array.nbytes] for array in self.states],
-            state_item_lens=[[STATE_BYTES] for _ in self.states],
-            kv_data_ptrs=[array.ctypes.data for array in self.kv],
-            kv_data_lens=[array.nbytes for array in self.kv],
-            kv_item_lens=[PAGE_BYTES] * len(self.kv),
-            aux_data_ptrs=[self.aux.ctypes.data],
-            aux_data_lens=[self.aux.nbytes],
-            aux_item_lens=[self.aux.shape[1]],
-        )
-
-    def close(self) -> None:
-        self.manager.rank.close()
 
 
 @pytest.fixture

@@ -345,20 +345,43 @@ def test_several_tokenizers_are_served_by_the_route_over_sglangs_own_name(settin
 
 def test_sliding_windows_in_a_pool_of_their_own_are_served(settings: dict[str, dict[str, Any]]) -> None:
     limits.check_supported(kv_args(StateType.SWA, layout="nhd"))
-    settings["memory"]["enable_unified_memory"] = True
-    with pytest.raises(
-        FeatureDisabled, match=r"--enable-unified-memory with sliding windows, .*moving pages.*; leave it"
-    ):
-        limits.check_supported(kv_args(StateType.SWA, layout="nhd"))
 
 
 def test_a_state_a_request_is_served_alone(settings: dict[str, dict[str, Any]]) -> None:
     limits.check_supported(kv_args(StateType.MAMBA))
     with pytest.raises(FeatureDisabled, match=f"set {limits.UNTRIED}=mamba on both sides"):
         limits.check_supported(kv_args(StateType.MAMBA, StateType.SWA, layout="nhd"))
+
+
+@pytest.mark.parametrize("kind", [StateType.SWA, StateType.MAMBA])
+def test_unified_memory_of_two_pools_is_served_to_who_asks_for_it_by_name(
+    settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, kind: StateType
+) -> None:
+    given = kv_args(kind, layout="nhd")
     settings["memory"]["enable_unified_memory"] = True
-    with pytest.raises(FeatureDisabled, match=r"--enable-unified-memory with .*states .*moving pages.*; leave it"):
-        limits.check_supported(kv_args(StateType.MAMBA))
+    limits.check_supported(kv_args())  # a model of one pool has pages as ever
+    with pytest.raises(
+        FeatureDisabled, match=r"--enable-unified-memory with .* states: .*GPUs.*; leave it out, or set"
+    ):
+        limits.check_supported(given)
+    monkeypatch.setenv(limits.UNTRIED, limits.UNIFIED)
+    limits.check_supported(given)
+    monkeypatch.setattr(limits, "missing", lambda needs: iter([f"it has no {next(iter(needs))}"]))
+    with pytest.raises(FeatureDisabled, match=r"--enable-unified-memory: .*may still write; leave it out"):
+        limits.check_supported(given)
+
+
+def test_stages_and_drafts_in_unified_memory_are_refused(
+    settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings["memory"]["enable_unified_memory"] = True
+    monkeypatch.setenv(limits.UNTRIED, f"{limits.UNIFIED},{limits.SPECULATIVE}")
+    refused = r"--enable-unified-memory with --pp-size above 1 or drafts: .*all layers.*; leave it out"
+    with pytest.raises(FeatureDisabled, match=refused):
+        limits.check_supported(SimpleNamespace(**{**vars(kv_args(StateType.MAMBA)), "num_draft_entries": 2}))
+    settings["parallel"]["pp_size"] = 2
+    with pytest.raises(FeatureDisabled, match=refused):
+        limits.check_supported(kv_args())
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,17 @@ from kvgrpc.engines.compatibility import (
     STATES,
     TENSOR_PARALLEL,
     WINDOWS,
+    missing,
 )
+from kvgrpc.engines.sglang import moves
 from kvgrpc.engines.sglang.plugin import BACKEND
 from kvgrpc.engines.sglang.rank import STATE_A_REQUEST, is_plain_window, kind_of, layers_told
 from kvgrpc.errors import FeatureDisabled
 
 # Kinds of state to hand over although nobody has seen it work, "dsa,dsa_tail", and what else was never run.
 UNTRIED = "KVGRPC_UNTRIED"
-SPECULATIVE, CHECKSUM, OPTIMISTIC, CONTEXT, DCP = "speculative", "checksum", "optimistic", "context", "dcp"
+SPECULATIVE, CHECKSUM, OPTIMISTIC = "speculative", "checksum", "optimistic"
+CONTEXT, DCP, UNIFIED = "context", "dcp", "unified"
 ALL_SEND = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
 _HOST_THRESHOLD = "disaggregation_decode_host_receive_threshold"
 
@@ -45,6 +48,7 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
     drafts_as_run = algorithm in ("EAGLE", "EAGLE3") and not beside and not has(get_spec(), "enable_multi_layer_eagle")
     parted = _parted(kv_args)
     dcp = has(parallel, "attn_dcp_size", 1)
+    is_unified = has(get_memory(), "enable_unified_memory")
     has_other_states = any(kind_of(state) != STATE_A_REQUEST for state in states)
     are_numbered, absent = _layers_of_a_stage(kv_args) if parallel.pp_size > 1 else (True, [])
     refused = (
@@ -56,10 +60,22 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
             f"set {UNTRIED}={','.join(untried)} on both sides, or use another transfer backend",
         ),
         (
-            (bool(states) or parallel.pp_size > 1) and has(get_memory(), "enable_unified_memory"),
-            "--enable-unified-memory with sliding windows, states or --pp-size above 1",
-            "SGLang compacts it by moving pages, also those of failed requests to which prefill may still write",
+            is_unified and (parallel.pp_size > 1 or bool(getattr(kv_args, "num_draft_entries", 0))),
+            "--enable-unified-memory with --pp-size above 1 or drafts",
+            "a page there has all layers of a model",
             "leave it out",
+        ),
+        (
+            is_unified and bool(states) and any(missing(moves.NEEDED)),
+            "--enable-unified-memory",
+            "SGLang compacts it by moving pages, in this version also those to which prefill may still write",
+            "leave it out",
+        ),
+        (
+            is_unified and bool(states) and UNIFIED not in asked,
+            "--enable-unified-memory with sliding windows or states",
+            "it needs attention for GPUs, so that it was never run with kvgrpc",
+            f"leave it out, or set {UNTRIED}={UNIFIED} on both sides",
         ),
         (
             not are_numbered,
@@ -247,6 +263,11 @@ def default_of(setting: str) -> Any:
 def is_set(variable: str) -> bool:
     known = getattr(envs, variable, None)
     return known is not None and bool(known.get())
+
+
+def has_unified_pools(kv_args: Any) -> bool:
+    """True if a page of each pool is one stretch of all its layers; a model of one pool has pages as ever."""
+    return bool(has(get_memory(), "enable_unified_memory") and getattr(kv_args, "state_types", ()))
 
 
 def _untried(kv_args: Any) -> set[str]:

@@ -18,7 +18,7 @@ from kvgrpc.engines.addresses import bracketed, loopback_for
 from kvgrpc.engines.compatibility import SGLANG, check
 from kvgrpc.engines.identity import MODEL_NAME, identity
 from kvgrpc.engines.sglang.held import RoomsAwaitingRelease
-from kvgrpc.engines.sglang.limits import check_supported, features_of, has, is_set, page_layout
+from kvgrpc.engines.sglang.limits import check_supported, features_of, has, has_unified_pools, is_set, page_layout
 from kvgrpc.engines.sglang.rank import (
     STATE_A_REQUEST,
     SchedulerProcess,
@@ -140,6 +140,7 @@ def _place(role: Role, kv_args: Any, mla: bool) -> SchedulerProcess:
         page_layout=page_layout(),
         pp=parallel.pp_rank,
         cp=parallel.attn_cp_rank,
+        has_unified_memory=has_unified_pools(kv_args),
         dcp=has(parallel, "attn_dcp_rank", 0),
         dcp_size=has(parallel, "attn_dcp_size", 1),
         first_layer=_first_layer(kv_args, model.num_hidden_layers),

@@ -20,7 +20,7 @@ from kvgrpc.engines.compatibility import (
     missing,
     refusal,
 )
-from kvgrpc.engines.sglang import CACHE_LISTEN, is_chosen
+from kvgrpc.engines.sglang import CACHE_LISTEN, is_chosen, moves
 from kvgrpc.engines.sglang.samples import counting, naming_attempt, numbered
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
 
@@ -146,6 +146,8 @@ def hooks(backend: str, environment: MutableMapping[str, str]) -> Mapping[str, t
 
         found[f"{_STAGES}._pp_pd_get_decode_transferred_ids"] = over(is_ours), "AROUND"
         found[f"{_STAGES}.process_decode_transfer_queue"] = ending(is_ours), "AROUND"
+    if not any(missing(moves.NEEDED)):  # without, the manager refuses that memory
+        found[moves.GATE] = moves.waiting_for_releases(is_ours), "AROUND"
     if not any(missing(SGLANG.needs[WINDOWS])):
         from kvgrpc.engines.sglang.stages.layers import telling
 

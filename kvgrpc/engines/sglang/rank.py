@@ -19,6 +19,7 @@ from kvgrpc.server import AuxBuffer, RankConfig, settings
 from kvgrpc.transfer.layout.token_shares import axes_of_shares
 
 SLIDING_WINDOW, STATE_A_REQUEST = "swa", "mamba"
+_ALL_LAYERS = "all layers of a page"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class SchedulerProcess:
     cp: int = 0
     dcp: int = 0
     dcp_size: int = 1
+    has_unified_memory: bool = False
     state_dtype: str = ""
     state_axes: str = ""
 
@@ -111,12 +113,14 @@ def pools(kv_args: Any, place: SchedulerProcess) -> tuple[Pool, ...]:
     window, and states of other kinds as SGLang describes them.
     """
     kv = Entries(kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens)
+    if place.has_unified_memory:
+        return _unified_pools(kv, kv_args, place)
     drafts = getattr(kv_args, "num_draft_entries", 0)
     names = regions_of(len(kv.items), drafts, place.kv_heads, place.first_layer)
     layout = getattr(kv_args, "kv_layout", None) or place.page_layout
     found = [_pool("kv", kv, _numbered(names, layers_told(kv_args)), layout, place.kv_heads, kv_args, place)]
     for state, name in enumerate(state_names(kv_args)):
-        own = Entries(*(getattr(kv_args, f"state_{what}")[state] for what in ("data_ptrs", "data_lens", "item_lens")))
+        own = _entries_of(kv_args, state)
         layers = layers_told(kv_args, state)
         if is_plain_window(kv_args, state):
             # Heads of another number or size than the model's others: then only equal sizes fit.
@@ -129,6 +133,24 @@ def pools(kv_args: Any, place: SchedulerProcess) -> tuple[Pool, ...]:
             own_names = states_of(len(own.items), layers)
             found.append(_states(name, own, own_names, dtype or _cache_dtype(kv_args, place), axes, kv_args, place))
     return tuple(found)
+
+
+def _unified_pools(kv: Entries, kv_args: Any, place: SchedulerProcess) -> tuple[Pool, ...]:
+    """Of one entry each, whose bytes both sides have in the same order if their pages are as large."""
+    found = [_pool("kv", kv, [(place.first_layer, "kv")], _ALL_LAYERS, 0, kv_args, place)]
+    for state, name in enumerate(state_names(kv_args)):
+        own = _entries_of(kv_args, state)
+        if is_plain_window(kv_args, state):
+            found.append(_pool(name, own, [(place.first_layer, "kv")], _ALL_LAYERS, 0, kv_args, place))
+        else:
+            axes = f"{place.state_axes},{_ALL_LAYERS}"
+            dtype = place.state_dtype or _cache_dtype(kv_args, place)
+            found.append(_states(name, own, [(place.first_layer, "state")], dtype, axes, kv_args, place))
+    return tuple(found)
+
+
+def _entries_of(kv_args: Any, state: int) -> Entries:
+    return Entries(*(getattr(kv_args, f"state_{what}")[state] for what in ("data_ptrs", "data_lens", "item_lens")))
 
 
 def layers_told(kv_args: Any, state: int | None = None) -> Sequence[int]:

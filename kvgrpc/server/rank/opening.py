@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -12,7 +12,7 @@ from kvgrpc.dataplane.base import DataPlane, MemoryRange
 from kvgrpc.errors import AddressNotAllowed, InvalidRequest
 from kvgrpc.events import EventPublisher, open_publisher
 from kvgrpc.events.config import EventsConfig
-from kvgrpc.model import RankRef
+from kvgrpc.model import Pool, RankRef
 from kvgrpc.net import is_local, is_wildcard, joined, split
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.storage import open_backend
@@ -37,13 +37,7 @@ def plane_of(config: RankConfig) -> DataPlane:
         except ValueError as error:
             raise _refused("device", config.device, error) from error
     try:
-        plane.register(
-            [
-                MemoryRange(region.address, pool.pages * region.page_stride_bytes, pool.location)
-                for pool in config.pools
-                for region in pool.regions
-            ]
-        )
+        plane.register(_memory_of(config.pools))
     except BaseException as error:
         if plane is not config.data_plane:
             plane.close(1.0)
@@ -51,6 +45,16 @@ def plane_of(config: RankConfig) -> DataPlane:
             raise _refused("pools", plane.name, error) from error
         raise
     return plane
+
+
+def _memory_of(pools: Sequence[Pool]) -> list[MemoryRange]:
+    """The memory of all pools. Two may have all of one, and pages of other sizes in it."""
+    sizes: dict[tuple[int, str], int] = {}
+    for pool in pools:
+        for region in pool.regions:
+            place = region.address, pool.location
+            sizes[place] = max(sizes.get(place, 0), pool.pages * region.page_stride_bytes)
+    return [MemoryRange(address, nbytes, location) for (address, location), nbytes in sizes.items()]
 
 
 def publisher_of(config: RankConfig, rank: RankRef) -> EventPublisher:
