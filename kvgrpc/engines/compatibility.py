@@ -207,6 +207,7 @@ VLLM = Engine(
             f"{_SPECS}.KVCacheConfig": "num_blocks kv_cache_groups kv_cache_layout",
             f"{_SPECS}.FullAttentionSpec": "num_kv_heads",
             f"{_SPECS}.MambaSpec": "",
+            f"{_SPECS}.MLAAttentionSpec": "",
             f"{_SPECS}.RSWASpec": "",
             f"{_SPECS}.ChunkedLocalAttentionSpec": "",
             f"{_SPECS}.SlidingWindowMLASpec": "",

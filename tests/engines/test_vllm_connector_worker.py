@@ -92,6 +92,14 @@ def engine(role: str = "kv_producer", extra: dict[str, Any] | None = None, **par
     )
 
 
+def of_latents(extra: dict[str, Any], method: str | None = None, **parallel: Any) -> SimpleNamespace:
+    """Of two decode context parallel ranks."""
+    config = engine(extra=extra, decode_context_parallel_size=2, tensor_parallel_size=2, **parallel)
+    config.model_config.use_mla = True
+    config.speculative_config = method and SimpleNamespace(method=method)
+    return config
+
+
 def cache_config(*specs: Any, blocks: int = 8) -> KVCacheConfig:
     groups = [KVCacheGroupSpec([chr(ord("l") + number)], spec) for number, spec in enumerate(specs)]
     return KVCacheConfig(blocks, [], groups, kv_cache_layout="LBHNC")
@@ -154,7 +162,32 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
             "layers of the kind SlidingWindowMLASpec: .*never",
         ),
         (engine(), cache_config(latents(tokens_per_state=4)), "layers of the kind COMPRESSED: .*never"),
-        (engine(decode_context_parallel_size=2), cache_config(attention()), "--decode-context-parallel-size 2: .*"),
+        (
+            engine(extra={"untried": "dcp"}, decode_context_parallel_size=2),
+            cache_config(attention()),
+            r"--decode-context-parallel-size 2 but with one group of latents \(MLA\): .*; use --decode-context",
+        ),
+        (
+            of_latents({"untried": "dcp"}),
+            cache_config(latents(), attention(SlidingWindowMLASpec, heads=1, sliding_window=64)),
+            "--decode-context-parallel-size 2 but with one group of latents",
+        ),
+        (
+            of_latents({"untried": "dcp,compressed"}),
+            cache_config(latents(tokens_per_state=4)),
+            "--decode-context-parallel-size 2 but with one group of latents",
+        ),
+        (
+            of_latents({"untried": "dcp,speculative"}, method="mtp"),
+            cache_config(latents()),
+            "--decode-context-parallel-size 2 but with .* drafts keep",
+        ),
+        (
+            of_latents({"untried": "dcp"}, cp_kv_cache_interleave_size=4),
+            cache_config(latents()),
+            "--cp-kv-cache-interleave-size above 1: .*one by one; use --cp-kv-cache-interleave-size 1",
+        ),
+        (of_latents({}), cache_config(latents()), '--decode-context-parallel-size 2: .*never run.*"untried": "dcp"'),
         (
             engine(prefill_context_parallel_size=2),
             cache_config(latents()),
@@ -188,6 +221,12 @@ def test_what_is_not_served_is_refused_by_name(config: Any, caches: Any, what: s
         check_supported(config, caches)
 
 
+def test_decode_context_parallel_latents_are_served_to_who_asks_for_them_by_name() -> None:
+    check_supported(of_latents({"untried": "dcp"}), cache_config(latents()))
+    (group,) = groups_of(cache_config(latents()), 2)
+    assert (group.block_tokens, group.blocks_of([[5, 6, 7]], 2 * BLOCK, 5 * BLOCK)) == (2 * BLOCK, (6, 7))
+
+
 def test_the_settings_that_are_looked_at_have_the_names_of_vllms() -> None:
     """Where vLLM calls one otherwise it would be served in silence."""
     for kind, name in (
@@ -202,6 +241,7 @@ def test_the_settings_that_are_looked_at_have_the_names_of_vllms() -> None:
         (MambaSpec, "mamba_type"),
         (ParallelConfig, "pipeline_parallel_size"),
         (ParallelConfig, "decode_context_parallel_size"),
+        (ParallelConfig, "cp_kv_cache_interleave_size"),
         (ParallelConfig, "prefill_context_parallel_size"),
         (ParallelConfig, "data_parallel_index"),
     ):

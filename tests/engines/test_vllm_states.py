@@ -76,7 +76,9 @@ class Side:
 def worker(mla: bool) -> Any:
     return SimpleNamespace(
         model_config=SimpleNamespace(use_mla=mla, get_total_num_kv_heads=lambda: 2, dtype=torch.float32),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
+        ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
     )
 

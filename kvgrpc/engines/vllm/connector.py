@@ -44,7 +44,7 @@ class KvGrpcConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         self._scheduler = Scheduler(
             transfer.is_kv_producer,
-            groups_of(kv_cache_config),
+            groups_of(kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size),
             transfer.is_kv_consumer,
             reached(vllm_config, os.environ) if transfer.is_kv_producer else None,
         )

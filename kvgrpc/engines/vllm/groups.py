@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
+    MLAAttentionSpec,
     RSWASpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -66,16 +67,16 @@ class Group:
         return tuple(block for block in own if block != _NONE)
 
 
-def groups_of(kv_cache_config: Any) -> tuple[Group, ...]:
+def groups_of(kv_cache_config: Any, dcp_size: int = 1) -> tuple[Group, ...]:
     """In the order of the pools: layers that see all tokens come first, since positions are those of the first pool;
-    states come last.
+    states come last. ``dcp_size``: decode context parallel (DCP) ranks, each with a part of a block's tokens.
 
     Their names are the same on both sides, whose models are.
     """
     groups = list(enumerate(kv_cache_config.kv_cache_groups))
     groups.sort(key=lambda numbered: (has_state(numbered[1].kv_cache_spec), has_window(numbered[1].kv_cache_spec)))
     return tuple(
-        Group(index, _name(place, spec), spec.block_size, has_window(spec), has_state(spec))
+        Group(index, _name(place, spec), spec.block_size * dcp_size, has_window(spec), has_state(spec))
         for place, (index, spec) in enumerate((index, group.kv_cache_spec) for index, group in groups)
     )
 
@@ -95,6 +96,13 @@ def has_window(spec: Any) -> bool:
 
 def has_state(spec: Any) -> bool:
     return any(isinstance(each, MambaSpec) for each in specs_of(spec))
+
+
+def has_latents_alone(specs: Sequence[Any]) -> bool:
+    """True for one group of layers that keep each token, of which vLLM deals some to each DCP rank."""
+    return len(specs) == 1 and all(
+        type(each) is MLAAttentionSpec and getattr(each, "tokens_per_state", 1) == 1 for each in specs_of(specs[0])
+    )
 
 
 def untried_kinds(kv_cache_config: Any) -> set[str]:

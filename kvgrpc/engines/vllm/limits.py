@@ -18,13 +18,14 @@ from kvgrpc.engines.compatibility import (
     TENSOR_PARALLEL,
     WINDOWS,
 )
-from kvgrpc.engines.vllm.groups import has_state, has_window, is_served, untried_kinds
+from kvgrpc.engines.vllm.groups import has_latents_alone, has_state, has_window, is_served, untried_kinds
 from kvgrpc.errors import FeatureDisabled
 
 # Kinds of layers to hand over although nobody has seen it work, "MAMBA1,LINEAR", pipeline stages of kv_both or of
-# states, speculative decoding, prefill's context parallelism: the key of kv_connector_extra_config, and the variable.
+# states, speculative decoding, context parallelism of prefill and of decode: the key of kv_connector_extra_config, and
+# the variable.
 UNTRIED, _VARIABLE = "untried", "KVGRPC_UNTRIED"
-PIPELINE, SPECULATIVE, CONTEXT = "pipeline", "speculative", "context"
+PIPELINE, SPECULATIVE, CONTEXT, DCP = "pipeline", "speculative", "context", "dcp"
 
 # Layers of a draft model or head were seen to be handed over; the others have none.
 _DRAFTS_BY_LAYERS = frozenset({"draft_model", "eagle", "eagle3", "mtp"})
@@ -38,6 +39,7 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
     kinds = [type(spec).__name__ for spec in specs if not is_served(spec)]
     untried = sorted(kind for kind in untried_kinds(kv_cache_config) if kind.lower() not in _asked_for(config))
     is_both = config.kv_transfer_config.kv_role == "kv_both"
+    dcp = parallel.decode_context_parallel_size
     # vLLM says the platform's own device where nobody chose one.
     buffered = getattr(config.kv_transfer_config, "kv_buffer_device", current_platform.device_type)
     speculation = getattr(getattr(config, "speculative_config", None), "method", None)
@@ -66,10 +68,22 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
             f'ask for it by name: "{UNTRIED}": "{PIPELINE}" in kv_connector_extra_config, on both sides',
         ),
         (
-            parallel.decode_context_parallel_size > 1,
-            f"--decode-context-parallel-size {parallel.decode_context_parallel_size}",
-            "a rank holds some of a request's tokens",
+            dcp > 1 and not (config.model_config.use_mla and has_latents_alone(specs) and speculation is None),
+            f"--decode-context-parallel-size {dcp} but with one group of latents (MLA)",
+            "a rank then holds some of a request's tokens, and all of what other layers and drafts keep",
             "use --decode-context-parallel-size 1",
+        ),
+        (
+            dcp > 1 and getattr(parallel, "cp_kv_cache_interleave_size", 1) > 1,
+            "--cp-kv-cache-interleave-size above 1",
+            "tokens are handed over one by one",
+            "use --cp-kv-cache-interleave-size 1",
+        ),
+        (
+            dcp > 1 and DCP not in _asked_for(config),
+            f"--decode-context-parallel-size {dcp}",
+            "no attention of vLLM's for CPUs shares out a cache, so that it was never run with kvgrpc",
+            f'ask for it by name: "{UNTRIED}": "{DCP}" in kv_connector_extra_config',
         ),
         (
             parallel.prefill_context_parallel_size > 1 and config.kv_transfer_config.kv_role != "kv_producer",

@@ -22,6 +22,7 @@ from kvgrpc.events.config import keys_of
 from kvgrpc.model import Layout, ModelIdentity, Pool, PoolKind, Region, Role
 from kvgrpc.net import split
 from kvgrpc.server import RankConfig, settings
+from kvgrpc.transfer.layout.token_shares import axes_of_shares
 
 logger = logging.getLogger("vllm." + __name__)
 BOOTSTRAP_PORT, EVENTS_LISTEN, NAME_OF_MODEL = "bootstrap_port", "events_listen", "model_name"
@@ -129,7 +130,7 @@ def pools_of(caches: Mapping[str, torch.Tensor], config: Any, kv_cache_config: A
     Raises FeatureDisabled for a cache whose blocks are not dense, each layer by itself.
     """
     found = []
-    for group in groups_of(kv_cache_config):
+    for group in groups_of(kv_cache_config, config.parallel_config.decode_context_parallel_size):
         held = {name: caches[name] for name in kv_cache_config.kv_cache_groups[group.index].layer_names}
         for name, cache in held.items():
             _check_dense(name, cache, kv_cache_config.num_blocks, padded=group.has_state)
@@ -222,10 +223,14 @@ def model_of(config: Any, pool: Pool, place: WorkerProcess) -> ModelIdentity:
 
 
 def _axes(layout: str, config: Any, caches: Mapping[str, torch.Tensor], blocks: int) -> str:
-    """vLLM's letters of a page (layer, block, head, token, content) in our words, where a page is one of its blocks.
+    """vLLM's letters of a page (layer, block, head, token, content) in our words, where a page is one of its blocks;
+    that its tokens are shared out, where they are.
 
     Where in the content keys and values are is known of some attention backends; of the others vLLM alone reads it.
     """
+    shares = config.parallel_config.decode_context_parallel_size
+    if shares > 1:
+        return axes_of_shares(shares)
     cache = next(iter(caches.values()), None)
     if layout != "LBHNC" or cache is None or cache.shape[0] != blocks:  # a block is several of the kernel's
         return layout
@@ -271,9 +276,11 @@ def attention_backend(config: Any, of: Collection[str] | None = None) -> str:
 def _heads(config: Any, tp_rank: int, of_layers: Sequence[int]) -> dict[str, int]:
     """Returns which KV heads the rank holds: an equal share, or copies where heads are fewer than ranks; none: MLA, and
     layers with heads of another number than the model says (``of_layers``), which only equal parallel sizes hand over.
+    Of latents whose tokens are shared out: which share it has, as vLLM deals them to tensor-parallel ranks.
     """
+    shares = config.parallel_config.decode_context_parallel_size
     if config.model_config.use_mla:
-        return {}
+        return {"head_start": tp_rank % shares, "head_count": 1} if shares > 1 else {}
     total, tp = config.model_config.get_total_num_kv_heads(), config.parallel_config.tensor_parallel_size
     count = max(total // tp, 1)
     if set(of_layers) != {count}:

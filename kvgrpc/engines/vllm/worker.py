@@ -43,7 +43,7 @@ class Worker:
         self._external = place.external
         self._page_bytes = {pool.name: pool.page_bytes for pool in pools}
         # Windows and states are of a prompt's end. Where all of it is sent, blocks of the two sides may differ in size.
-        groups = groups_of(kv_cache_config)
+        groups = groups_of(kv_cache_config, config.parallel_config.decode_context_parallel_size)
         self._align = Align.HEAD if len(groups) == 1 and not groups[0].moves_on else Align.TAIL
         self._fails_pages = len(groups) == 1 and not groups[0].has_state
         self._sending: dict[str, Sending] = {}

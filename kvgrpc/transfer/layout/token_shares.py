@@ -13,8 +13,8 @@ from kvgrpc.model import Pool
 
 _OVER = re.compile(r"tokens over (\d{1,9})")
 _AXES = "token,head,dim"
-# Of a pool of latents that has all tokens of a page one after another.
-_ALL_TOKENS = ("", "token,dim")
+# Of a pool without heads that has all tokens of a page one after another; "" says so of latents alone.
+_ALL_TOKENS = ("", "token,dim", "head,token,dim", "token,head,dim")
 
 
 def axes_of_shares(size: int) -> str:
@@ -37,15 +37,19 @@ def shares_as_heads(source: Pool, destination: Pool) -> tuple[Pool, Pool]:
 
 def _fits(pool: Pool, tokens_of_a_row: int, size: int) -> bool:
     """True if its pages are whole rows of latents of ``size`` tokens, of which it has one in ``tokens_of_a_row``."""
+    if pool.heads_total or not pool.page_tokens or pool.page_tokens % size:
+        return False
     rows = pool.page_tokens // tokens_of_a_row
-    return (
-        not pool.heads_total
-        and pool.page_tokens > 0
-        and pool.page_tokens % size == 0
-        and all(region.component == "latent" and region.page_bytes % rows == 0 for region in pool.regions)
-    )
+    return all(region.page_bytes % rows == 0 and (pool.axes or region.component == "latent") for region in pool.regions)
 
 
 def _with_heads(pool: Pool, size: int, start: int, count: int) -> Pool:
-    tokens = pool.page_tokens // size
-    return replace(pool, page_tokens=tokens, axes=_AXES, heads_total=size, head_start=start, head_count=count)
+    return replace(
+        pool,
+        page_tokens=pool.page_tokens // size,
+        regions=[region._replace(component="latent") for region in pool.regions],  # some engines say "kv" of latents
+        axes=_AXES,
+        heads_total=size,
+        head_start=start,
+        head_count=count,
+    )

@@ -27,9 +27,9 @@ def memory(tokens: int) -> Memory:
     return np.full((LAYERS, PAGES, tokens, DIM), UNTOUCHED, np.int32)
 
 
-def pool(latents: Memory, axes: str, page_tokens: int, share: int = 0) -> Pool:
+def pool(latents: Memory, axes: str, page_tokens: int, share: int = 0, component: str = "latent") -> Pool:
     nbytes = latents[0, 0].nbytes
-    regions = tuple(Region(layer, "latent", latents[layer].ctypes.data, nbytes, nbytes) for layer in range(LAYERS))
+    regions = tuple(Region(layer, component, latents[layer].ctypes.data, nbytes, nbytes) for layer in range(LAYERS))
     return Pool("kv", PoolKind.KV, page_tokens, PAGES, "bfloat16", regions, axes, 0, share, int("over" in axes))
 
 
@@ -40,14 +40,14 @@ def shape(pool: Pool, tp_size: int = 1, tp: int = 0) -> Shape:
 
 
 @given(
-    st.sampled_from(["", "token,dim"]),
+    st.sampled_from([("", "latent"), ("token,dim", "latent"), ("head,token,dim", "kv")]),
     st.sampled_from([2, 3, 4]),
     st.integers(1, 4),
     st.integers(1, 3),
     st.integers(1, PAGES - 1),
 )
 def test_each_rank_gets_its_tokens_and_no_byte_beside_them(
-    axes: str, size: int, rows: int, pages_of_ours: int, length: int
+    form: tuple[str, str], size: int, rows: int, pages_of_ours: int, length: int
 ) -> None:
     """Of a prompt of ``length`` of prefill's pages, ``pages_of_ours`` of which are one of decode's."""
     rng = np.random.default_rng(rows * 100 + length)
@@ -55,10 +55,10 @@ def test_each_rank_gets_its_tokens_and_no_byte_beside_them(
     sent, taken = rng.permutation(PAGES)[:length], rng.permutation(PAGES)[: -(-length // pages_of_ours)]
     prompt = rng.integers(1, 1 << 30, (LAYERS, length * rows * size, DIM), np.int32)
     ours[:, sent] = prompt.reshape(LAYERS, length, rows * size, DIM)
-    source = pool(ours, axes, rows * size)
+    source = pool(ours, form[0], rows * size, component=form[1])
     for rank in range(size):
         theirs = memory(rows * pages_of_ours)
-        target = pool(theirs, axes_of_shares(size), rows * pages_of_ours * size, rank)
+        target = pool(theirs, axes_of_shares(size), rows * pages_of_ours * size, rank, form[1])
         owed_part(shape(source), shape(target))
         assert parts_of_pages([source], [target]) == pages_of_ours
         to = Destination(taken.astype(np.uint32), 0).divided(pages_of_ours).pages[:length]
