@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -188,3 +189,16 @@ def test_any_dp_may_serve_any_other_and_context_parallel_prefill_sends_from_cp_0
         prefill_ranks(RankId("D"), Layout(cp=2), Layout(), 0)
     with pytest.raises(ParallelLayoutMismatch):
         prefill_ranks(RankId("D"), Layout(), Layout(dp=2), 2)
+
+
+FAR = 2**24
+
+
+def test_layers_that_a_peer_names_far_apart_cost_no_time() -> None:
+    """A Hello is compared on the loop of all sessions: a number for each layer in between held it for minutes."""
+    stage = replace(DECODE, rank=RankId("D", pp=1), layout=Layout(pp=2), pools=(of_layers("kv", 3, FAR),))
+    before = time.thread_time()
+    with pytest.raises(ParallelLayoutMismatch) as caught:
+        owed_part(PREFILL, stage)
+    assert time.thread_time() - before < 0.2
+    assert caught.value.metadata["pools[0].layers"] == f"2 to 3 != 3, {FAR}"
