@@ -12,6 +12,7 @@ caches: any serves any.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -108,10 +109,17 @@ def layers_of_pools(pools: Sequence[Pool]) -> tuple[int, int]:
 
 
 def check_layers(decode: Sequence[Pool], stages: Sequence[tuple[int, int] | None]) -> None:
-    """Checks that the layers of these stages are those of a decode rank, each once. Raises ParallelLayoutMismatch."""
+    """Checks that each layer of a decode rank is in one of these stages (first layer, number of layers), and in one
+    alone. Raises ParallelLayoutMismatch.
+
+    Between two stages may be layers without a cache, of which decode has none either.
+    """
     first, count = layers_of_pools(decode)
-    held = sorted(layer for stage in stages if stage is not None for layer in range(stage[0], sum(stage)))
-    if held != list(range(first, first + count)):
+    layers = sorted({layer for pool in decode for layer in pool.layers})
+    known = sorted(stage for stage in stages if stage is not None)
+    begins = [bisect_left(layers, start) for start, _ in known]
+    ends = [bisect_left(layers, start + held) for start, held in known]
+    if [*begins, len(layers)] != [0, *ends]:
         text = ", ".join("unknown" if stage is None else f"{stage[0]} to {sum(stage) - 1}" for stage in stages)
         raise mismatch({"layers": (text, f"{first} to {first + count - 1}")})
 

@@ -52,6 +52,17 @@ def test_stages_that_are_not_the_layers_of_decode_are_refused(stages: list[tuple
     assert refused.value.metadata["mismatchedFields"] == "layers"
 
 
+def test_a_layer_without_a_cache_may_be_the_last_of_a_stage() -> None:
+    """As one that is a feed-forward network alone. One rank of decode has the layers on both sides of it."""
+    whole, last = of_layers("kv", 0, 1, 3), of_layers("kv", 3)
+    check_layers([whole], [(0, 2), (3, 1)])
+    stage = replace(PREFILL, rank=RankId("P", pp=1), layout=Layout(pp=2), pools=(last,))
+    assert owed_part(stage, replace(DECODE, pools=(whole,))) == Part(3, 1, 0, 8, True)
+    for stages in ([(0, 2), (2, 1)], [(0, 2), (1, 3)], [(0, 1), (3, 1)]):
+        with pytest.raises(ParallelLayoutMismatch):
+            check_layers([whole], stages)
+
+
 def of_layers(name: str, *layers: int) -> Pool:
     return replace(POOL, name=name, regions=tuple(Region(layer, "kv", 4096, 512, 512) for layer in layers))
 
@@ -202,3 +213,7 @@ def test_layers_that_a_peer_names_far_apart_cost_no_time() -> None:
         owed_part(PREFILL, stage)
     assert time.thread_time() - before < 0.2
     assert caught.value.metadata["pools[0].layers"] == f"2 to 3 != 3, {FAR}"
+    before = time.thread_time()
+    with pytest.raises(ParallelLayoutMismatch):
+        check_layers(DECODE.pools, [(2, FAR), (3, FAR)])  # as a registry says of prefill
+    assert time.thread_time() - before < 0.2
