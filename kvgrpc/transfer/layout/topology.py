@@ -157,6 +157,8 @@ def wanted_part(
         end = min(first + count, sum(prefill_layers))
         first = max(first, prefill_layers[0])
         count = end - first
+        if count < 1:
+            return NOTHING  # prefill says what does not fit
     if layout.tp == decode.layout.tp:
         return Part(first, count, pool.head_start, pool.head_count, aux)
     heads = _sent_heads(pool, tp, tps, layout.tp)

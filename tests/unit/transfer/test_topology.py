@@ -10,7 +10,8 @@ import pytest
 from kvgrpc.errors import ParallelLayoutMismatch
 from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, Region
 from kvgrpc.transfer.layout.heads import runs
-from kvgrpc.transfer.layout.topology import Part, Shape, check_layers, owed_part, prefill_ranks
+from kvgrpc.transfer.layout.topology import NOTHING, Part, Shape, check_layers, owed_part, prefill_ranks, wanted_part
+from kvgrpc.transfer.wire import part_from_pb, part_to_pb
 
 POOL = Pool(
     "kv",
@@ -61,6 +62,17 @@ def test_a_layer_without_a_cache_may_be_the_last_of_a_stage() -> None:
     for stages in ([(0, 2), (2, 1)], [(0, 2), (1, 3)], [(0, 1), (3, 1)]):
         with pytest.raises(ParallelLayoutMismatch):
             check_layers([whole], stages)
+
+
+def test_a_stage_whose_layers_are_all_of_another_one_of_prefill_hears_that_they_do_not_fit() -> None:
+    """Decode's Hello says what it expects: no number below zero, which no Hello can hold."""
+    stage = replace(DECODE, rank=RankId("D", pp=1), layout=Layout(pp=4), pools=(of_layers("kv", 8, 9),))
+    prefill = replace(PREFILL, layout=Layout(pp=2), pools=(of_layers("kv", 0),))
+    expected = wanted_part(stage, (0, 0, 0, 0), prefill.layout, (0, 1))
+    assert part_from_pb(part_to_pb(expected)) == NOTHING
+    with pytest.raises(ParallelLayoutMismatch) as caught:
+        owed_part(prefill, stage)
+    assert caught.value.metadata["pools[0].layers"] == "0 != 8 to 9"
 
 
 def of_layers(name: str, *layers: int) -> Pool:
