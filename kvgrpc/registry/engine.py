@@ -29,6 +29,10 @@ _LOOKED_UP_AT_ONCE = 4_096
 _AXES = ("dp", "pp", "cp", "tp")
 
 
+# Of a pool: its name, and whether it has layers: of those that have none nobody knows what bytes are.
+_PoolKey = tuple[str, bool]
+
+
 class SharedShape:
     """The shape that all rows of an engine share: role, layout, model, and the pools that they have in common."""
 
@@ -36,8 +40,8 @@ class SharedShape:
         self.role = role
         self.layout = layout
         self.model = model
-        self._pools: dict[str, Pool] = {}
-        self._holders: dict[str, int] = {}
+        self._pools: dict[_PoolKey, Pool] = {}
+        self._holders: dict[_PoolKey, int] = {}
 
     def differences(self, row: RankRow, replaced: Sequence[RankRow] = ()) -> dict[str, str]:
         """Returns what of the row does not fit: field -> both values; empty when it fits.
@@ -46,32 +50,28 @@ class SharedShape:
         """
         differences = engine_differences(self.role, self.layout, self.model, row)
         for pool in row.pools:
-            known = self._pools.get(pool.name)
-            found = pool_differences(known, pool) if known is not None and known is not pool else {}
-            if found and self._holders[pool.name] > sum(_holds(other, pool.name) for other in replaced):
-                differences |= found
+            for key in ((pool.name, True), (pool.name, False)):
+                known = self._pools.get(key)
+                found = pool_differences(known, pool) if known is not None and known is not pool else {}
+                if found and self._holders[key] > sum(_holds(other, key) for other in replaced):
+                    differences |= found
         return differences
 
     def covers(self, row: RankRow) -> bool:
         """True if the row adds nothing to the shape, and contradicts nothing."""
-        return not any(map(self._adds, row.pools)) and not self.differences(row)
+        return all(_key(pool) in self._pools for pool in row.pools) and not self.differences(row)
 
     def add(self, row: RankRow) -> None:
         for pool in row.pools:
-            if self._adds(pool):
-                self._pools[pool.name] = pool
-            self._holders[pool.name] = self._holders.get(pool.name, 0) + 1
-
-    def _adds(self, pool: Pool) -> bool:
-        """True for the first of its name, and for the first that has layers: only that says what its bytes are."""
-        known = self._pools.get(pool.name)
-        return known is None or (bool(pool.regions) and not known.regions)
+            key = _key(pool)
+            self._pools.setdefault(key, pool)
+            self._holders[key] = self._holders.get(key, 0) + 1
 
     def remove(self, row: RankRow) -> None:
-        for pool in row.pools:
-            self._holders[pool.name] -= 1
-            if not self._holders[pool.name]:
-                del self._holders[pool.name], self._pools[pool.name]
+        for key in map(_key, row.pools):
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key], self._pools[key]
 
 
 @dataclass(slots=True, eq=False)
@@ -240,8 +240,12 @@ def _streams_of(row: RankRow) -> tuple[bool, bool]:
     return row.serves_events or live, live
 
 
-def _holds(row: RankRow, pool: str) -> bool:
-    return any(held.name == pool for held in row.pools)
+def _key(pool: Pool) -> _PoolKey:
+    return pool.name, bool(pool.regions)
+
+
+def _holds(row: RankRow, pool: _PoolKey) -> bool:
+    return any(_key(held) == pool for held in row.pools)
 
 
 def _epoch_of(leased: LeasedRow) -> int:

@@ -19,9 +19,17 @@ from kvgrpc.errors import (
     TooManyRequests,
     WarmingUp,
 )
-from kvgrpc.model import Attention, Layout, ModelIdentity, RankId, RankRef, Role
+from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, RankId, RankRef, Role
 from kvgrpc.observability import metrics
-from kvgrpc.registry.model import BEFORE_ALL, EVERY_RANK, EngineChange, EngineFilter, RankSelector, ResolvedEngine
+from kvgrpc.registry.model import (
+    BEFORE_ALL,
+    EVERY_RANK,
+    EngineChange,
+    EngineFilter,
+    RankRow,
+    RankSelector,
+    ResolvedEngine,
+)
 from kvgrpc.registry.store import memory
 from kvgrpc.registry.store.memory import MemoryRegistry, MemoryStore
 from tests.support.registry_builders import TTL, HandClock, pool, ranks, registry, row
@@ -140,6 +148,17 @@ class TestRegister:
             with pytest.raises(RegistrationShapeConflict) as refused:
                 known.register([row(tp=2, layout=three, pools=(wrong,))])
             assert refused.value.metadata["mismatchedFields"] == f"pools[kv].{field}"
+
+    def test_a_rank_with_layers_of_a_pool_may_come_back_with_other_bytes(self, known: MemoryRegistry) -> None:
+        """What the one that it replaces had is not remembered for the sake of those that have no layer of the pool."""
+
+        def stage(tp: int, epoch: int, kv: Pool) -> RankRow:
+            return row(tp=tp, epoch=epoch, layout=TP2, pools=(kv, pool("swa")))
+
+        without = replace(pool(), regions=(), axes="")
+        known.register([stage(0, 1, pool()), stage(1, 1, without)])
+        known.register([stage(1, 3, without)])
+        known.register([stage(0, 2, replace(pool(), axes="head,token,dim"))])
 
     def test_a_conflict_tells_at_most_16_fields_of_120_characters(self, known: MemoryRegistry) -> None:
         pools = [pool(f"kv{number}") for number in range(20)]
