@@ -279,8 +279,8 @@ class Pool:
         regions: one for each layer and component; any sequence becomes ``Regions``. Empty where a pipeline stage has no
             layer that the pool is of: nothing travels there, and neither dtype nor axes are compared.
         axes: of one page, outermost first, with commas: "token,head,dim", "head,token,dim", "kv,token,head,dim",
-            "token,latent"; "" where nobody needs to know (equal layouts). "tokens over 2": every second token of a
-            prompt, those whose number is ``head_start`` modulo 2.
+            "token,latent"; "" where nobody needs to know (equal layouts), and of latents that lie token after token.
+            "tokens over 2": every second token of a prompt, those whose number is ``head_start`` modulo 2.
         heads_total, head_start, head_count: KV heads of the model, the first one held here, and how many; 0 for MLA
             and state, but for the share of "tokens over".
         location: where the memory is: "cpu:0", "cuda:3".
