@@ -15,6 +15,8 @@ _OVER = re.compile(r"tokens over (\d{1,9})")
 _AXES = "token,head,dim"
 # Of a pool without heads that has all tokens of a page one after another; "" says so of latents alone.
 _ALL_TOKENS = ("", "token,dim", "head,token,dim", "token,head,dim")
+# Engines' words for latents: without axes the first alone, for "kv" may be keys and values then.
+_LATENTS = ("latent", "kv")
 
 
 def axes_of_shares(size: int) -> str:
@@ -40,14 +42,18 @@ def _fits(pool: Pool, tokens_of_a_row: int, size: int) -> bool:
     if pool.heads_total or not pool.page_tokens or pool.page_tokens % size:
         return False
     rows = pool.page_tokens // tokens_of_a_row
-    return all(region.page_bytes % rows == 0 and (pool.axes or region.component == "latent") for region in pool.regions)
+    words = _LATENTS if pool.axes else _LATENTS[:1]
+    has_one_a_layer = len(set(pool.layers)) == len(pool.regions)
+    return has_one_a_layer and all(
+        region.page_bytes % rows == 0 and region.component in words for region in pool.regions
+    )
 
 
 def _with_heads(pool: Pool, size: int, start: int, count: int) -> Pool:
     return replace(
         pool,
         page_tokens=pool.page_tokens // size,
-        regions=[region._replace(component="latent") for region in pool.regions],  # some engines say "kv" of latents
+        regions=[region._replace(component=_LATENTS[0]) for region in pool.regions],
         axes=_AXES,
         heads_total=size,
         head_start=start,

@@ -96,6 +96,19 @@ def test_what_does_not_fit_fails_by_name(source: Pool, target: Pool, field: str,
         owed_part(shape(source, ours, ours // 2), shape(target, theirs, 1))
 
 
+@pytest.mark.parametrize("components", [("v", "k"), ("k", "v"), ("latent", "kv")])
+def test_of_what_is_in_several_regions_a_layer_no_shares_are_taken(components: tuple[str, str]) -> None:
+    """Their words tell them apart, keys and values, and shares are planned without: one side's order is the other's."""
+
+    def in_two(pool: Pool, words: tuple[str, ...]) -> Pool:
+        regions = [region._replace(layer=0, component=word) for region, word in zip(pool.regions, words, strict=True)]
+        return replace(pool, regions=regions)
+
+    source = in_two(replace(WHOLE, axes="token,head,dim"), components)
+    with pytest.raises(ParallelLayoutMismatch, match="axes"):
+        owed_part(shape(source), shape(in_two(SHARE, components[::-1])))
+
+
 def test_equal_shares_fit() -> None:
     assert not owed_part(shape(SHARE), shape(SHARE)).empty
     assert parts_of_pages([SHARE], [SHARE]) == 1
