@@ -312,6 +312,9 @@ def _pool_differences(
             allowed = allowed or (are_empty and name in ("dtype", "axes"))
             if one != other and not allowed:
                 differences[f"pools[{index}].{name}"] = (one, other)
+        if ours is not has_all_tokens and not mla:
+            # Of other pools without heads, those that do not say how many they have, a head may come before the tokens.
+            differences[f"pools[{index}].axes"] = (has_all_tokens.axes, "shares of tokens: model.attention must be MLA")
         if not same_tp and not theirs.heads_total and not mla:
             differences[f"pools[{index}].heads_total"] = (0, "above 0, or model.attention MLA: layout.tp differs")
         if translated or are_empty:

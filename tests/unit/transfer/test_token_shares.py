@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgrpc.errors import ParallelLayoutMismatch
-from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, Region
+from kvgrpc.model import UNKNOWN_MODEL, Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, Region
 from kvgrpc.transfer.layout.plan import geometry
 from kvgrpc.transfer.layout.token_shares import axes_of_shares
 from kvgrpc.transfer.layout.topology import Shape, owed_part, parts_of_pages
@@ -107,6 +107,15 @@ def test_of_what_is_in_several_regions_a_layer_no_shares_are_taken(components: t
     source = in_two(replace(WHOLE, axes="token,head,dim"), components)
     with pytest.raises(ParallelLayoutMismatch, match="axes"):
         owed_part(shape(source), shape(in_two(SHARE, components[::-1])))
+
+
+def test_shares_are_of_latents_alone() -> None:
+    """A pool of other heads than the model says names none, and its pages may have all tokens of one, then the next."""
+    whole = replace(shape(replace(WHOLE, axes="head,token,dim")), model=UNKNOWN_MODEL)
+    assert not owed_part(whole, shape(SHARE)).empty
+    with pytest.raises(ParallelLayoutMismatch) as caught:
+        owed_part(whole, replace(shape(SHARE), model=UNKNOWN_MODEL))
+    assert caught.value.metadata["mismatchedFields"] == "pools[0].axes"
 
 
 def test_equal_shares_fit() -> None:
