@@ -331,6 +331,17 @@ def test_stages_whose_layers_do_not_fit_are_refused(registry: str, staged: Calla
     assert failure is not None and failure[2]["mismatchedFields"] == "layers", failure
 
 
+def test_a_decode_stage_of_whose_layers_prefill_has_none_is_refused(
+    registry: str, staged: Callable[..., list[RankHost]]
+) -> None:
+    staged("P", "PREFILL", Layout(), layers=[(0, 1)])
+    decode = staged("D", "DECODE", Layout(pp=2), layers=[(0, 2), (2, 2)])[1]
+    decode.receive(1, registry, range(3))
+    decode.wait("receivers", [1], [FAILED])
+    failure = decode.failure_of("receivers", 1)
+    assert failure is not None and failure[2]["mismatchedFields"] == "pools[0].layers", failure
+
+
 def test_of_context_parallel_prefill_ranks_the_first_sends_and_all_end(engine: Open, registry: str) -> None:
     prefill, decode = engine("P", "PREFILL", 1, cp=2), engine("D", "DECODE", 1)
     for rank in prefill:

@@ -23,7 +23,7 @@ from kvgrpc.v1 import common_pb2, error_reason_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from kvgrpc.wire import pool_to_pb, rank_ref_to_pb
-from tests.support.rank_host import AUX_BYTES, PAGES, RankHost
+from tests.support.rank_host import AUX_BYTES, LAYERS, PAGES, RankHost
 from tests.support.transfer_peers import FAILED, SETTLED, STOP, SUCCESS, DecodeClient, Memory, core_of, session_tasks
 from tests.support.waiting import wait_until
 
@@ -359,6 +359,14 @@ class TestFramesOfDecode:
         assert failure.reason is Reason.INVALID_REQUEST
         assert failure.metadata["field"].startswith("hello.pools[0].regions[")
         assert failure.metadata["rule"].startswith("memory of its own")
+
+    def test_layers_as_far_apart_as_there_are_numbers_cost_nothing(self, dial: Dial, memory: Memory) -> None:
+        """All numbers between them were walked over, two minutes in which the loop did nothing else."""
+        far = pool_to_pb(memory.pool)
+        far.regions[0].layer, far.regions[-1].layer = LAYERS, 2**32 - 1
+        refused = dial().refused(pools=[far], layout=common_pb2.Layout(dp=1, pp=2, cp=1, tp=1))
+        assert refused.reason is Reason.PARALLEL_LAYOUT_MISMATCH
+        assert "pools[0].layers" in refused.metadata["mismatchedFields"]
 
     def test_a_giant_hello_is_refused_at_once(self, dial: Dial) -> None:
         pools = [common_pb2.PagePool(name=str(number), kind=common_pb2.POOL_KIND_KV) for number in range(50_000)]
