@@ -3,7 +3,7 @@ does. Every other layer has windows, or a state a request, in a pool with pages 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,13 +30,13 @@ Memory = dict[tuple[str, str, int], Any]  # by pool, what is kept, and the layer
 class Stage:
     """One scheduler process, and its memory: of a pool what is kept first of all its layers, then the next."""
 
-    def __init__(self, kind: str, first: int, layers: int) -> None:
+    def __init__(self, kind: str, first: int, layers: int, keeping_nothing: Sequence[int] = ()) -> None:
         self.memory: Memory = {
             (pool, what, layer): np.zeros((PAGES[pool], nbytes), np.uint8)
             for pool, remainder in (("kv", 1), (kind, 0))
             for what, nbytes in KEPT[pool].items()
             for layer in range(first, first + layers)
-            if layer % 2 == remainder
+            if layer % 2 == remainder and layer not in keeping_nothing
         }
         kv, states = self._entries("kv"), self._entries(kind)
         self.args = SimpleNamespace(
@@ -84,12 +84,31 @@ def filled(stages: list[Stage]) -> list[Stage]:
 
 
 @pytest.mark.parametrize("kind", ["swa", "mamba"])
-@pytest.mark.parametrize(("prefill", "decode"), [(TWO, ONE), (TWO, TWO), (ONE, TWO), (UNEVEN, UNEVEN), (UNEVEN, ONE)])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "keeping_nothing"),
+    [
+        (TWO, ONE, []),
+        (TWO, TWO, []),
+        (ONE, TWO, []),
+        (UNEVEN, UNEVEN, []),
+        (UNEVEN, ONE, []),
+        # As MLPs of Nemotron-H: the last layer of a stage, and the first of one, or of the model.
+        (TWO, ONE, [2]),
+        (TWO, ONE, [0, 3]),
+        (TWO, TWO, [2, 3]),
+        (ONE, TWO, [2]),
+        (ONE, TWO, [3]),
+    ],
+)
 def test_each_layer_arrives_in_the_stage_that_has_it_and_no_byte_beside_it(
-    registry: str, kind: str, prefill: tuple[tuple[int, int], ...], decode: tuple[tuple[int, int], ...]
+    registry: str,
+    kind: str,
+    prefill: tuple[tuple[int, int], ...],
+    decode: tuple[tuple[int, int], ...],
+    keeping_nothing: list[int],
 ) -> None:
-    ours = filled([Stage(kind, *held) for held in prefill])
-    theirs = [Stage(kind, *held) for held in decode]
+    ours = filled([Stage(kind, *held, keeping_nothing) for held in prefill])
+    theirs = [Stage(kind, *held, keeping_nothing) for held in decode]
     moved = {"kv": ([1, 2, 3], [4, 8, 6]), kind: ([2, 0], [3, 1]) if kind == "swa" else ([2], [3])}
     with opened(Role.PREFILL, ours, registry) as sources, opened(Role.DECODE, theirs, registry) as targets:
         senders = [KVSender(rank.transfer, "", ROOM) for rank in sources]

@@ -62,9 +62,7 @@ class RankCalls:
             selectors = [RankSelector(pp=pp) for pp in stages]
             engine = await resolve(selectors, timeout, with_pools=True)
         targets = {
-            row.ref.rank[1:]: Target(
-                row.ref, row.endpoints.grpc, engine.layout, layers_of_pools(row.pools) if row.pools else None
-            )
+            row.ref.rank[1:]: Target(row.ref, row.endpoints.grpc, engine.layout, layers_of_pools(row.pools) or None)
             for row in engine.rows
         }
         engine_selects_dp = any(row.engine_selects_dp for row in engine.rows)

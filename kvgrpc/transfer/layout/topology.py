@@ -12,7 +12,6 @@ caches: any serves any.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -102,26 +101,17 @@ def stages_of(pp: int, decode_size: int, prefill_size: int) -> range:
     return _group(pp, decode_size, prefill_size)
 
 
-def layers_of_pools(pools: Sequence[Pool]) -> tuple[int, int]:
-    """The first layer of a rank, and how many there are from it to the last."""
-    layers = [layer for each in pools for layer in each.layers]
-    return min(layers), max(layers) - min(layers) + 1
+def layers_of_pools(pools: Sequence[Pool]) -> tuple[int, ...]:
+    """Of which layers a rank keeps something in any pool, each once, in order; of some layers a model keeps nothing."""
+    return tuple(sorted({layer for each in pools for layer in each.layers}))
 
 
-def check_layers(decode: Sequence[Pool], stages: Sequence[tuple[int, int] | None]) -> None:
-    """Checks that each layer of a decode rank is in one of these stages (first layer, number of layers), and in one
-    alone. Raises ParallelLayoutMismatch.
-
-    Between two stages may be layers without a cache, of which decode has none either.
-    """
-    first, count = layers_of_pools(decode)
-    layers = sorted({layer for pool in decode for layer in pool.layers})
-    known = sorted(stage for stage in stages if stage is not None)
-    begins = [bisect_left(layers, start) for start, _ in known]
-    ends = [bisect_left(layers, start + held) for start, held in known]
-    if [*begins, len(layers)] != [0, *ends]:
-        text = ", ".join("unknown" if stage is None else f"{stage[0]} to {sum(stage) - 1}" for stage in stages)
-        raise mismatch({"layers": (text, f"{first} to {first + count - 1}")})
+def check_layers(decode: Sequence[Pool], stages: Sequence[Sequence[int] | None]) -> None:
+    """Checks that the layers of these stages are those of a decode rank, each once. Raises ParallelLayoutMismatch."""
+    wanted = layers_of_pools(decode)
+    if sorted(layer for stage in stages for layer in stage or ()) != [*wanted]:
+        text = "; ".join("unknown" if stage is None else _layers_text(stage) for stage in stages)
+        raise mismatch({"layers": (text, _layers_text(wanted))})
 
 
 def decode_ranks_of(prefill: Layout, decode: Layout) -> int:
@@ -139,11 +129,11 @@ def wanted_part(
     decode: Shape,
     prefill: Coordinates | None = None,
     prefill_layout: Layout | None = None,
-    prefill_layers: tuple[int, int] | None = None,
+    prefill_layers: Sequence[int] | None = None,
 ) -> Part:
     """The part that a decode rank expects of one prefill rank; without a layout, of one with the layout of its own.
 
-    ``prefill_layers``: that rank's first layer and number of layers; None: all layers of the decode rank.
+    ``prefill_layers``: that rank's layers, in order; None: all layers of the decode rank.
     """
     layout, rank = prefill_layout or decode.layout, decode.rank
     _, pp, cp, tp = prefill or (rank.dp, rank.pp, rank.cp, rank.tp)
@@ -152,13 +142,13 @@ def wanted_part(
     if cp and layout.cp != decode.layout.cp:
         return NOTHING
     aux = bool(decode.aux_item_bytes) and tp == tps[0] and pp == stages_of(rank.pp, decode.layout.pp, layout.pp)[-1]
-    first, count = layers_of_pools(decode.pools)
+    layers = layers_of_pools(decode.pools)
+    first, last = layers[0], layers[-1]
     if prefill_layers is not None:
-        end = min(first + count, sum(prefill_layers))
-        first = max(first, prefill_layers[0])
-        count = end - first
-        if count < 1:
-            return NOTHING  # prefill says what does not fit
+        first, last = max(first, prefill_layers[0]), min(last, prefill_layers[-1])
+    count = last - first + 1
+    if count < 1:
+        return NOTHING  # prefill says what does not fit
     if layout.tp == decode.layout.tp:
         return Part(first, count, pool.head_start, pool.head_count, aux)
     heads = _sent_heads(pool, tp, tps, layout.tp)
@@ -289,14 +279,13 @@ def _pool_differences(
     prefill_is_outer = prefill_shape.layout.pp < decode_shape.layout.pp
     if len(prefill) != len(decode):
         return {"pools": ([pool.name for pool in prefill], [pool.name for pool in decode])}
-    first, count = layers_of_pools(decode if prefill_is_outer else prefill)
+    layers = layers_of_pools(decode if prefill_is_outer else prefill)
     differences: dict[str, tuple[object, object]] = {}
     for index, (ours, theirs) in enumerate(zip(prefill, decode, strict=True)):
         if not same_stages:
             stage, outer = (theirs, ours) if prefill_is_outer else (ours, theirs)
-            # Layer by layer of what there is: the first and the last that a peer names may be billions apart.
-            if set(stage.layers) != {layer for layer in outer.layers if first <= layer < first + count}:
-                differences[f"pools[{index}].layers"] = (_layers_text(ours), _layers_text(theirs))
+            if set(stage.layers) != {layer for layer in outer.layers if layers[0] <= layer <= layers[-1]}:
+                differences[f"pools[{index}].layers"] = (_layers_text(ours.layers), _layers_text(theirs.layers))
                 continue
             ours, theirs = shared_layers(ours, theirs)
         has_all_tokens = ours
@@ -349,10 +338,10 @@ def _region_differences(where: str, prefill: Pool, decode: Pool, parts: int) -> 
     return {}
 
 
-def _layers_text(pool: Pool) -> str:
-    if not pool.regions:
+def _layers_text(held: Sequence[int]) -> str:
+    if not held:
         return "none"
-    layers = sorted(set(pool.layers))
+    layers = sorted(set(held))
     begins = [at for at, layer in enumerate(layers) if at == 0 or layer != layers[at - 1] + 1]
     runs = [layers[begin:end] for begin, end in zip(begins, [*begins[1:], len(layers)], strict=True)]
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

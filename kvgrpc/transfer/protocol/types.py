@@ -169,13 +169,13 @@ class Handle(Struct, eq=False):
 @dataclass(frozen=True, slots=True)
 class Target:
     """A prefill rank that owes decode a part of a room: where it listens ("host:port"), the layout of its engine, and
-    its first layer and number of layers; None: the same as ours.
+    the layers that it has, in order; None: the same as ours.
     """
 
     ref: RankRef
     address: str
     layout: Layout | None = None
-    layers: tuple[int, int] | None = None
+    layers: tuple[int, ...] | None = None
 
 
 class LostPair(NamedTuple):

@@ -10,7 +10,16 @@ import pytest
 from kvgrpc.errors import ParallelLayoutMismatch
 from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, Region
 from kvgrpc.transfer.layout.heads import runs
-from kvgrpc.transfer.layout.topology import NOTHING, Part, Shape, check_layers, owed_part, prefill_ranks, wanted_part
+from kvgrpc.transfer.layout.topology import (
+    NOTHING,
+    Part,
+    Shape,
+    check_layers,
+    layers_of_pools,
+    owed_part,
+    prefill_ranks,
+    wanted_part,
+)
 from kvgrpc.transfer.wire import part_from_pb, part_to_pb
 
 POOL = Pool(
@@ -45,9 +54,9 @@ def test_a_stage_owes_the_layers_that_both_have() -> None:
     assert owed_part(PREFILL, replace(DECODE, layout=Layout(pp=2), pools=(half,))) == Part(3, 1, 0, 8, True)
 
 
-@pytest.mark.parametrize("stages", [[(2, 1)], [(2, 1), (4, 1)], [(2, 2), (3, 1)], [(2, 1), None]])
-def test_stages_that_are_not_the_layers_of_decode_are_refused(stages: list[tuple[int, int] | None]) -> None:
-    check_layers(DECODE.pools, [(2, 1), (3, 1)])
+@pytest.mark.parametrize("stages", [[(2,)], [(2,), (4,)], [(2, 3), (3,)], [(2,), None]])
+def test_stages_that_are_not_the_layers_of_decode_are_refused(stages: list[tuple[int, ...] | None]) -> None:
+    check_layers(DECODE.pools, [(2,), (3,)])
     with pytest.raises(ParallelLayoutMismatch) as refused:
         check_layers(DECODE.pools, stages)
     assert refused.value.metadata["mismatchedFields"] == "layers"
@@ -56,10 +65,10 @@ def test_stages_that_are_not_the_layers_of_decode_are_refused(stages: list[tuple
 def test_a_layer_without_a_cache_may_be_the_last_of_a_stage() -> None:
     """As one that is a feed-forward network alone. One rank of decode has the layers on both sides of it."""
     whole, last = of_layers("kv", 0, 1, 3), of_layers("kv", 3)
-    check_layers([whole], [(0, 2), (3, 1)])
+    check_layers([whole], [(0, 1), (3,)])
     stage = replace(PREFILL, rank=RankId("P", pp=1), layout=Layout(pp=2), pools=(last,))
     assert owed_part(stage, replace(DECODE, pools=(whole,))) == Part(3, 1, 0, 8, True)
-    for stages in ([(0, 2), (2, 1)], [(0, 2), (1, 3)], [(0, 1), (3, 1)]):
+    for stages in ([(0, 1), (2,)], [(0, 1), (1, 3)], [(0,), (3,)]):
         with pytest.raises(ParallelLayoutMismatch):
             check_layers([whole], stages)
 
@@ -68,7 +77,7 @@ def test_a_stage_whose_layers_are_all_of_another_one_of_prefill_hears_that_they_
     """Decode's Hello says what it expects: no number below zero, which no Hello can hold."""
     stage = replace(DECODE, rank=RankId("D", pp=1), layout=Layout(pp=4), pools=(of_layers("kv", 8, 9),))
     prefill = replace(PREFILL, layout=Layout(pp=2), pools=(of_layers("kv", 0),))
-    expected = wanted_part(stage, (0, 0, 0, 0), prefill.layout, (0, 1))
+    expected = wanted_part(stage, (0, 0, 0, 0), prefill.layout, (0,))
     assert part_from_pb(part_to_pb(expected)) == NOTHING
     with pytest.raises(ParallelLayoutMismatch) as caught:
         owed_part(prefill, stage)
@@ -108,6 +117,67 @@ def test_a_stage_of_which_a_kind_has_other_layers_is_refused(prefill: tuple[Pool
     assert caught.value.metadata["mismatchedFields"] == fields
     with pytest.raises(ParallelLayoutMismatch):
         owed_part(stage, replace(DECODE, rank=RankId("D", pp=1), layout=Layout(pp=2), pools=LATER))
+
+
+# Of a model that keeps nothing of its layers 2 and 5: what each of two stages has, by where they are divided.
+SPARSE = of_layers("kv", 1, 4, 7), of_layers("swa", 0, 3, 6)
+BEFORE_A_GAP = (of_layers("kv", 1), of_layers("swa", 0)), (of_layers("kv", 4, 7), of_layers("swa", 3, 6))
+AROUND_A_GAP = (of_layers("kv", 1, 4), of_layers("swa", 0, 3)), (of_layers("kv", 7), of_layers("swa", 6))
+
+
+@pytest.mark.parametrize(
+    ("stages", "parts"),
+    [
+        (BEFORE_A_GAP, [Part(0, 2, 0, 8, False), Part(3, 5, 0, 8, True)]),
+        (AROUND_A_GAP, [Part(0, 5, 0, 8, False), Part(6, 2, 0, 8, True)]),
+    ],
+)
+def test_layers_that_keep_nothing_may_be_the_first_or_last_of_a_stage(
+    stages: tuple[tuple[Pool, ...], ...], parts: list[Part]
+) -> None:
+    layers = [layers_of_pools(pools) for pools in stages]
+    check_layers(SPARSE, layers)
+    decode, whole, layout = replace(DECODE, pools=SPARSE), replace(PREFILL, pools=SPARSE), Layout(pp=2)
+    for pp, pools in enumerate(stages):
+        stage = replace(PREFILL, rank=RankId("P", pp=pp), layout=layout, pools=pools)
+        assert owed_part(stage, decode) == wanted_part(decode, (0, pp, 0, 0), layout, layers[pp]) == parts[pp]
+        taking = replace(DECODE, rank=RankId("D", pp=pp), layout=layout, pools=pools)
+        expected = wanted_part(taking, (0, 0, 0, 0), whole.layout, layers_of_pools(SPARSE))
+        assert owed_part(whole, taking) == expected == replace(parts[pp], aux=True)
+
+
+@pytest.mark.parametrize(
+    ("stages", "text"),
+    [
+        ([(0, 1), (4, 6, 7)], "0 to 1; 4, 6 to 7"),  # the first of a stage, behind one that keeps nothing
+        ([(0,), (3, 4, 6, 7)], "0; 3 to 4, 6 to 7"),  # the last of one
+        ([(0, 1), (3, 4, 6)], "0 to 1; 3 to 4, 6"),  # the last of all
+        ([(1,), (3, 4, 6, 7)], "1; 3 to 4, 6 to 7"),
+        ([(0, 1), (3, 7), (6,)], "0 to 1; 3, 7; 6"),  # one in between
+        ([(0, 1)], "0 to 1"),  # a whole stage
+        ([(0, 1), (1, 3, 4), (6, 7)], "0 to 1; 1, 3 to 4; 6 to 7"),  # stages that overlap
+        ([(0, 1, 2), (3, 4, 6, 7)], "0 to 2; 3 to 4, 6 to 7"),  # one that decode has nothing of
+        ([(0, 2**32 - 1), (3, 4, 6, 7)], "0, 4294967295; 3 to 4, 6 to 7"),  # nobody counts up to it
+    ],
+)
+def test_a_layer_that_no_stage_has_or_two_have_is_refused_with_what_each_has(
+    stages: list[tuple[int, ...]], text: str
+) -> None:
+    with pytest.raises(ParallelLayoutMismatch) as refused:
+        check_layers(SPARSE, stages)
+    assert refused.value.metadata["layers"] == f"{text} != 0 to 1, 3 to 4, 6 to 7"
+
+
+def test_a_decode_stage_of_which_prefill_has_no_layer_is_refused_with_what_each_has() -> None:
+    """Of a smaller model. What decode expects of it, nothing, can be said, and prefill says why it does not fit."""
+    layout, rank = Layout(pp=2), RankId("D", pp=1)
+    taking = replace(DECODE, rank=rank, layout=layout, pools=(of_layers("kv", 4, 7), of_layers("swa", 3, 6)))
+    smaller = replace(PREFILL, pools=(of_layers("kv", 1), of_layers("swa", 0)))
+    assert wanted_part(taking, (0, 0, 0, 0), Layout(), layers_of_pools(smaller.pools)).empty
+    with pytest.raises(ParallelLayoutMismatch) as refused:
+        owed_part(smaller, taking)
+    assert refused.value.metadata["pools[0].layers"] == "1 != 4, 7"
+    assert refused.value.metadata["pools[1].layers"] == "0 != 3, 6"
 
 
 def test_a_pool_of_which_a_stage_has_no_layer_says_nothing_of_its_bytes() -> None:
