@@ -122,7 +122,8 @@ class Engine:
     def wait_ready(self) -> Engine:
         while not self._ready.wait(0.1):
             if self._gone.is_set() or time.monotonic() > self.began + self.start_seconds:
-                raise AssertionError(f"{self.role} did not start\n{self.log_tail()}")
+                # The process that failed first says why; behind that stands what its end did to the others.
+                raise AssertionError(f"{self.role} did not start\n{self.log_tail(200)}")
         self._note_shared_memory()
         return self
 
