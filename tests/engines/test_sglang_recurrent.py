@@ -13,7 +13,7 @@ import pytest
 from kvgrpc.client import SyncClient
 from kvgrpc.v1 import common_pb2 as pb
 from tests.engines.engine import PAGE, Pair
-from tests.engines.model import COMPILING_SECONDS, Case, RecurrentReference
+from tests.engines.model import COMPILING_SECONDS, RecurrentReference
 from tests.engines.stages import check_continued, check_unseen, rank_address
 
 pytestmark = pytest.mark.timeout(700)
@@ -73,21 +73,15 @@ def recurrent(setting: Setting) -> RecurrentReference:
 
 
 def pages_of(setting: Setting, tokens: int) -> int:
-    """With a prefix cache."""
     return math.ceil(tokens / PAGES.get(setting.kind, PAGE))
-
-
-def check(pair: Pair, case: Case) -> None:
-    prefill, decode = pair.submit(case.prompt, len(case.tokens))
-    assert decode.result() == case.tokens
-    assert prefill.result() == case.tokens[:1]
 
 
 @pytest.mark.parametrize(
     "length", [1, 2, 3, 4, PAGE, PAGE + 1, CHUNK, CHUNK + 1, 129, 300], ids=lambda length: f"{length} tokens"
 )
-def test_tokens_are_those_of_transformers(pair: Pair, recurrent: RecurrentReference, length: int) -> None:
-    check(pair, recurrent.case(length, new_tokens=12))
+def test_tokens_are_those_of_transformers(setting: Setting, length: int) -> None:
+    case = setting.reference.case(length, new_tokens=12)
+    assert check_unseen(setting.pair, case) == (0, pages_of(setting, length))
 
 
 def test_both_ranks_say_that_they_have_a_pool_of_states(setting: Setting) -> None:
@@ -110,11 +104,10 @@ def test_requests_at_once_keep_their_states_apart(pair: Pair, recurrent: Recurre
 def test_a_prompt_that_continues_another_has_the_right_tokens(pair: Pair, recurrent: RecurrentReference) -> None:
     """Whatever SGLang's caches keep of the first one; with its state they keep all of it, or what a chunk ended."""
     first = recurrent.case(2 * CHUNK)
-    check(pair, first)
-    check(pair, first)
-    check(pair, recurrent.case(3 * CHUNK + 3, prefix=first.prompt))
+    for case in (first, first, recurrent.case(3 * CHUNK + 3, prefix=first.prompt)):
+        check_unseen(pair, case)
     assert pair.prefill.is_empty()
-    check(pair, recurrent.case(4 * CHUNK + 3, prefix=first.prompt))  # of which decode may hold a part
+    check_unseen(pair, recurrent.case(4 * CHUNK + 3, prefix=first.prompt))
     assert pair.decode.is_empty()
 
 
@@ -137,7 +130,7 @@ def test_a_hand_off_that_is_given_up_leaves_no_state_behind(pair: Pair, recurren
     waiting = pair.submit_to_decode(recurrent.case(100).prompt, 8)
     assert not waiting.wait(0.5)
     pair.decode.abort(waiting)
-    halves = [pair.submit(recurrent.case(300).prompt, 8) for _ in range(2)]
+    halves = [pair.submit_unseen(recurrent.case(300).prompt, 8) for _ in range(2)]
     pair.decode.abort(halves[0][1])
     pair.prefill.abort(halves[1][0])
     for request in (waiting, *halves[0], *halves[1]):
@@ -149,12 +142,12 @@ def test_a_prefill_that_is_killed_ends_what_waits_for_it_and_another_one_serves(
     if (setting.kind, setting.caches) != ("GDN_ATTN", True):
         pytest.skip("once is enough: which states there are does not matter to it")
     pair, recurrent = setting.pair, setting.reference
-    check(pair, recurrent.case(100))
+    check_unseen(pair, recurrent.case(100))
     waiting = pair.submit_to_decode(recurrent.case(300).prompt, 8)
     assert not waiting.wait(0.5)
     pair.prefill.kill()
     waiting.failure(10)
     pair.restart("prefill")
     case = recurrent.case(100)
-    assert pair.submit(case.prompt, 8)[1].result(COMPILING_SECONDS) == case.tokens
+    assert pair.submit_unseen(case.prompt, 8)[1].result(COMPILING_SECONDS) == case.tokens
     assert pair.decode.is_empty()
