@@ -26,10 +26,10 @@ def test_tokens_are_those_of_transformers_and_no_page_is_left_behind(tmp_path: P
     try:
         for length in (40, 1, PAGE, 100, 300):
             case = latent.case(length)
-            halves = [half.result(COMPILING_SECONDS) for half in pair.submit(case.prompt, len(case.tokens))]
+            halves = [half.result(COMPILING_SECONDS) for half in pair.submit_unseen(case.prompt, len(case.tokens))]
             assert halves == [case.tokens[:1], case.tokens], length
         cases = [latent.case(120) for _ in range(6)]
-        requests = [pair.submit(case.prompt, len(case.tokens)) for case in cases]
+        requests = [pair.submit_unseen(case.prompt, len(case.tokens)) for case in cases]
         pair.prefill.abort(requests[1][0])
         for case, (first, second) in zip(cases, requests, strict=True):
             assert first.wait() and second.wait()
