@@ -34,9 +34,10 @@ def check_at_once(pair: Pair, reference: Reference) -> None:
     assert pair.prefill.is_empty() and pair.decode.is_empty(), pair.decode.log_tail()
 
 
-def kill_last_stage(pair: Pair, reference: Reference, role: str) -> None:
+def kill_last_stage(pair: Pair, reference: Reference, role: str, *, shortens: bool = False) -> None:
     """A request that waits for all stages of the other side ends, with the reason at decode, and the engine of that
-    role that starts again is used."""
+    role that starts again is used. ``shortens``: prefill leaves the prompt's last token to decode, so that its own
+    token is not the prompt's next one."""
     asked = Asked(pair, reference.case(100), pair.room())
     decode = asked.ask_decode()
     wait_for(pair.decode, asked.number, has_met)
@@ -50,7 +51,10 @@ def kill_last_stage(pair: Pair, reference: Reference, role: str) -> None:
         pair.decode.kill_stage(1)
         assert asked.ask_prefill().wait(PEER_LOST_SECONDS), pair.prefill.log_tail()
     pair.restart(role)
-    pair.check(reference)
+    if shortens:
+        check(pair, reference.case(100))
+    else:
+        pair.check(reference)
     assert pair.prefill.is_empty() and pair.decode.is_empty(), pair.prefill.log_tail() + pair.decode.log_tail()
 
 
