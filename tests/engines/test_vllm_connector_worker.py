@@ -143,9 +143,9 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
             'kv_both.* ask .* "untried": "pipeline"',
         ),
         (
-            engine(pipeline_parallel_size=2),
+            engine("kv_both", pipeline_parallel_size=2),
             cache_config(attention(), state()),
-            'layers that keep a state: .*never run; ask for it by name: "untried": "pipeline"',
+            'kv_both.* ask .* "untried": "pipeline"',
         ),
         (
             with_speculation("dflash"),
@@ -304,7 +304,7 @@ def test_a_pipeline_stage_says_which_layers_of_the_model_it_has() -> None:
 
 def stage_of(specs: tuple[Any, ...], *layers: Sequence[int]) -> tuple[Pool, ...]:
     """What a stage of two says that has these layers of each group, and no others."""
-    config, caches = engine(pipeline_parallel_size=2, extra={"untried": "pipeline"}), cache_config(*specs)
+    config, caches = engine(pipeline_parallel_size=2), cache_config(*specs)
     check_supported(config, caches)
     memory: dict[str, torch.Tensor] = {}
     for group, spec, numbers in zip(caches.kv_cache_groups, specs, layers, strict=True):

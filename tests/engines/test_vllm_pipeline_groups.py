@@ -13,7 +13,7 @@ from kvgrpc.client import SyncClient
 from tests.engines.model import RecurrentReference, Reference, WindowReference
 from tests.engines.pipeline import LENGTHS, check, check_at_once, kill_last_stage
 from tests.engines.stages import rank_addresses
-from tests.engines.vllm_engine import CONNECTOR, IN_32_BITS, VllmPair, stages
+from tests.engines.vllm_engine import IN_32_BITS, VllmPair, stages
 
 pytestmark = pytest.mark.timeout(900)
 Layers = list[dict[str, list[int]]]
@@ -21,13 +21,12 @@ Layers = list[dict[str, list[int]]]
 
 @dataclass(frozen=True)
 class Setting:
-    """``prefill`` and ``decode``: which layers of each pool each stage has. ``extra``: of the connector."""
+    """``prefill`` and ``decode``: which layers of each pool each stage has."""
 
     make: Callable[[Path], Reference]
     prefill: Layers
     decode: Layers
     environment: Mapping[str, str] = field(default_factory=dict)
-    extra: Mapping[str, str] = field(default_factory=dict)
 
 
 def windows(folder: Path) -> Reference:
@@ -45,7 +44,7 @@ IN_TURN: Layers = [{"kv": [1], "state-1": [0]}, {"kv": [3], "state-1": [2]}]
 SETTINGS = {
     "windows": Setting(windows, HALVES, HALVES),
     "to one stage": Setting(windows, HALVES, [{"kv": [2, 3], "swa-1": [0, 1]}]),
-    "states": Setting(states, IN_TURN, IN_TURN, IN_32_BITS, {"untried": "pipeline"}),
+    "states": Setting(states, IN_TURN, IN_TURN, IN_32_BITS),
 }
 
 
@@ -62,9 +61,7 @@ def model(setting: Setting, tmp_path_factory: pytest.TempPathFactory) -> Referen
 @pytest.fixture(scope="module")
 def pair(folder: Path, model: Reference, setting: Setting) -> Iterator[VllmPair]:
     prefill, decode = (stages(len(layers)) for layers in (setting.prefill, setting.decode))
-    transfer = {**CONNECTOR, "kv_connector_extra_config": dict(setting.extra)}
-    environment = setting.environment
-    pair = VllmPair(folder, model.path, transfer=transfer, environment=environment, prefill=prefill, decode=decode)
+    pair = VllmPair(folder, model.path, environment=setting.environment, prefill=prefill, decode=decode)
     pair.wait_ready()
     yield pair
     pair.close()

@@ -21,9 +21,9 @@ from kvgrpc.engines.compatibility import (
 from kvgrpc.engines.vllm.groups import has_latents_alone, has_state, has_window, is_served, untried_kinds
 from kvgrpc.errors import FeatureDisabled
 
-# Kinds of layers to hand over although nobody has seen it work, "MAMBA1,LINEAR", pipeline stages of kv_both or of
-# states, speculative decoding, context parallelism of prefill and of decode: the key of kv_connector_extra_config, and
-# the variable.
+# Kinds of layers to hand over although nobody has seen it work, "MAMBA1,LINEAR", pipeline stages of kv_both,
+# speculative decoding, context parallelism of prefill and of decode: the key of kv_connector_extra_config, and the
+# variable.
 UNTRIED, _VARIABLE = "untried", "KVGRPC_UNTRIED"
 PIPELINE, SPECULATIVE, CONTEXT, DCP = "pipeline", "speculative", "context", "dcp"
 
@@ -58,14 +58,6 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
             "pipeline parallelism with kv_role kv_both",
             "it was run with kv_producer and kv_consumer alone",
             f'ask for it by name: "{UNTRIED}": "{PIPELINE}" in kv_connector_extra_config',
-        ),
-        (
-            parallel.pipeline_parallel_size > 1
-            and any(has_state(spec) for spec in specs)
-            and PIPELINE not in _asked_for(config),
-            "pipeline parallelism of models with layers that keep a state",
-            "with kvgrpc it was never run",
-            f'ask for it by name: "{UNTRIED}": "{PIPELINE}" in kv_connector_extra_config, on both sides',
         ),
         (
             dcp > 1 and not (config.model_config.use_mla and has_latents_alone(specs) and speculation is None),
