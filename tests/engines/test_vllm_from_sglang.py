@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from kvgrpc.transfer import room_from_transfer_id
-from tests.engines.engine import LOCAL, SGLANG_PYTHON, Engine, Request, Sglang, engine_arguments
+from tests.engines.engine import LOCAL, SGLANG_PYTHON, Engine, Request, Sglang, another, engine_arguments
 from tests.engines.model import Case, Reference
+from tests.engines.stages import pages_at
 from tests.engines.vllm_engine import BLOCK, CONNECTOR, VllmEngine, vllm_arguments
 from tests.support.ports import free_port
 
@@ -52,12 +53,14 @@ class SglangToVllm:
             self.prefill.go_on()
         return self
 
-    def submit(self, case: Case) -> tuple[Request, Request]:
+    def submit(self, case: Case) -> tuple[Request, Request, int]:
+        """Decode is told another prompt. The third is their room."""
         transfer_id = f"xfer-{self._draw.randrange(1 << 60)}"
+        room = room_from_transfer_id(transfer_id)
         at_prefill: dict[str, Any] = {
             "bootstrap_host": LOCAL,
             "bootstrap_port": self.port,
-            "bootstrap_room": room_from_transfer_id(transfer_id),
+            "bootstrap_room": room,
         }
         at_decode = {
             "do_remote_prefill": True,
@@ -66,7 +69,8 @@ class SglangToVllm:
         }
         return (
             self.prefill.generate(case.prompt, 1, **at_prefill),
-            self.decode.generate(case.prompt, len(case.tokens), **at_decode),
+            self.decode.generate(another(case.prompt), len(case.tokens), **at_decode),
+            room,
         )
 
     def close(self) -> None:
@@ -89,7 +93,7 @@ def pair(folder: Path, reference: Reference, request: pytest.FixtureRequest) -> 
 @pytest.mark.parametrize("length", [3, BLOCK, BLOCK + 1, 100, 300], ids=lambda length: f"{length} tokens")
 def test_tokens_are_those_of_transformers(pair: SglangToVllm, reference: Reference, length: int) -> None:
     case = reference.case(length)
-    prefill, decode = pair.submit(case)
+    prefill, decode, _ = pair.submit(case)
     assert decode.result() == case.tokens
     assert prefill.result() == case.tokens[:1]
     # It was handed over, and not computed at decode.
@@ -100,7 +104,8 @@ def test_decode_takes_only_what_it_does_not_hold(pair: SglangToVllm, reference: 
     first = reference.case(6 * BLOCK)
     assert pair.submit(first)[1].result() == first.tokens
     second = reference.case(8 * BLOCK + 3, prefix=first.prompt[: 4 * BLOCK])
-    prefill, decode = pair.submit(second)
+    prefill, decode, room = pair.submit(second)
     assert decode.result() == second.tokens
     assert prefill.result() == second.tokens[:1]
+    assert pages_at(pair.decode, room) == 9 - 4
     assert pair.prefill.is_empty() and pair.decode.is_empty()

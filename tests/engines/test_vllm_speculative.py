@@ -4,13 +4,14 @@ over with the model's, and without one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.drafts import DRAFTS, TOKENS, accepted_alone, handed_over
+from tests.engines.drafts import DRAFTS, TOKENS, accepted_alone, hand_over
 from tests.engines.model import HeadReference, Reference
 from tests.engines.vllm_engine import BLOCK, VllmPair
 
@@ -47,8 +48,9 @@ def pair(method: str, folder: Path, model: Reference) -> Iterator[VllmPair]:
 def test_tokens_are_those_of_transformers(pair: VllmPair, method: str, model: Reference, length: int) -> None:
     """And as many tokens of drafts are right as in one engine: the draft has seen the prompt, all of it."""
     case = model.case(length, new_tokens=TOKENS)
-    decode, accepted = handed_over(pair, model, case.prompt)
+    decode, accepted, pages = hand_over(pair, model, case.prompt)
     assert decode.tokens == case.tokens
+    assert pages == math.ceil(length / BLOCK)
     print(f"{TOKENS} tokens in {decode.messages} messages, {accepted} of drafts")
     if method != "ngram":
         assert accepted == accepted_alone(pair, case.prompt)
@@ -61,8 +63,9 @@ def test_what_decode_holds_of_the_prompt_is_not_handed_over(pair: VllmPair, meth
     assert pair.decode.is_empty()
     pair.submit(held, 1)[1].result()
     case = model.case(150, new_tokens=TOKENS, prefix=held[: 2 * BLOCK])
-    decode, accepted = handed_over(pair, model, case.prompt, known=2 * BLOCK)
+    decode, accepted, pages = hand_over(pair, model, case.prompt, known=2 * BLOCK)
     assert decode.tokens == case.tokens
+    assert pages == 5 - (1 if method in HEADS else 2)
     if method != "ngram":
         assert accepted == accepted_alone(pair, case.prompt)
 

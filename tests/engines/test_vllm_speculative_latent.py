@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvgrpc.client import SyncClient
-from tests.engines.drafts import DRAFTS, TOKENS, accepted_alone, handed_over
+from tests.engines.drafts import DRAFTS, TOKENS, accepted_alone, hand_over
 from tests.engines.model import LATENT_BYTES, LatentHeadReference
 from tests.engines.stages import rank_address
 from tests.engines.vllm_engine import LATENT_BLOCK as BLOCK
@@ -39,8 +40,9 @@ def pair(folder: Path, model: LatentHeadReference) -> Iterator[VllmPair]:
 def test_tokens_are_those_of_transformers(pair: VllmPair, model: LatentHeadReference, length: int) -> None:
     """And as many tokens of drafts are right as in one engine: the draft has seen the prompt, all of it."""
     case = model.case(length, new_tokens=TOKENS)
-    decode, accepted = handed_over(pair, model, case.prompt)
+    decode, accepted, pages = hand_over(pair, model, case.prompt)
     assert decode.tokens == case.tokens
+    assert pages == math.ceil(length / BLOCK)
     print(f"{TOKENS} tokens in {decode.messages} messages, {accepted} of drafts")
     assert accepted == accepted_alone(pair, case.prompt)
     assert accepted >= TOKENS // 4 or length <= BLOCK
