@@ -271,6 +271,26 @@ class TestPins:
         scheduler.cache.pin(scheduler.name(), 0)
         assert [order.kind for order in scheduler.step()] == [OrderKind.UNPIN]
 
+    def test_a_pin_that_is_over_before_the_scheduler_comes_to_it_ends_behind_it(
+        self, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for before in range(ORDERS_OF_A_STEP):
+            scheduler.questions.put(CacheOrder(OrderKind.LOOK, str(before)))
+        number = f"pin-{scheduler.name()[-1]}"
+        with concurrent.futures.ThreadPoolExecutor(1) as callers:
+            asked = callers.submit(scheduler.cache.pin, scheduler.name(), 1)
+            wait_until(lambda: len(scheduler.questions) == ORDERS_OF_A_STEP + 1)
+            now = time.monotonic()
+            with monkeypatch.context() as later:
+                later.setattr(time, "monotonic", lambda: now + 2)
+                orders = [*scheduler.step(), *scheduler.step()]
+            scheduler.cache.told(Told(number, done=len(TOKENS)))
+            assert asked.result(10.0) == PAGES
+        monkeypatch.setattr(time, "monotonic", lambda: now + 2)
+        orders += scheduler.step()
+        kinds = [order.kind for order in orders if order.number == number]
+        assert OrderKind.PIN in kinds and kinds[-1] is OrderKind.UNPIN, "else it stays for ever"
+
     def test_pins_are_bounded(self, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(served, "MAX_PINS", 0)
         with pytest.raises(TooManyRequests, match="pins"):

@@ -176,8 +176,12 @@ class SglangCache:
             if len(self._pins) >= MAX_PINS and number not in self._pins:
                 raise _too_many(MAX_PINS, len(self._pins) + 1, "pins")
             # Before it is there: whoever asks and does not hear the answer leaves no pin without an end.
-            self._pins[number] = time.monotonic() + seconds
-        return self._pages(self._ask(OrderKind.PIN, number, prompt, _STEP_SECONDS).done)
+            until = self._pins[number] = time.monotonic() + seconds
+        try:
+            return self._pages(self._ask(OrderKind.PIN, number, prompt, _STEP_SECONDS).done)
+        finally:
+            with self._lock:  # its end may have come to the scheduler before it did, and would be none
+                self._pins.setdefault(number, until)
 
     def use(self) -> list[TierUse]:
         """Raises PeerUnreachable where the scheduler takes no step."""
