@@ -231,7 +231,7 @@ class PrefillResolver:
             else:
                 engine = await self._resolve(bootstrap_addr, me.rank)
             self._doubt_deaths(engine)
-            if not at_once or before is None or engine.targets.keys() >= before.targets.keys():
+            if not at_once or before is None or not _misses_ranks(engine, before):
                 self._remember(bootstrap_addr, engine)
         except KvGrpcError as error:
             failure = Failure.of(error, str(me))
@@ -400,6 +400,11 @@ class PrefillResolver:
 
 def _must_be_found(request: RoomRequest, engine: PrefillEngine) -> bool:
     return engine.engine_selects_dp and engine.layout.dp > 1 and request.prefill_dp_rank is None
+
+
+def _misses_ranks(engine: PrefillEngine, before: PrefillEngine) -> bool:
+    """True if some of those before are not there yet; ranks of another layout came in the place of all of them."""
+    return engine.layout == before.layout and not engine.targets.keys() >= before.targets.keys()
 
 
 def _route_error(request: RoomRequest) -> InvalidRequest | None:

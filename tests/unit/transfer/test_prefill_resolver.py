@@ -223,6 +223,23 @@ async def test_a_room_whose_prefill_is_dead_goes_to_its_successor_once_the_regis
     assert decode.asked_at_once == 1 and third.failure is None, "the dead are not asked for again"
 
 
+async def test_one_that_came_back_with_fewer_ranks_is_known_from_then_on(decode: Decode) -> None:
+    """Each later room asked the registry for it, for as long as decode lived."""
+    decode.routes.find(chosen(decode, 1))
+    await settle()
+    for tp in (0, 1):
+        decode.routes.note_death(RANKS[1, 0, 0, tp].ref)
+        decode.core.pairs[RANKS[1, 0, 0, tp].ref].lost = True
+    fewer = {(dp, 0, 0, 0): Target(RankRef(RankId("P", dp), 2), f"p{dp}0:1") for dp in (0, 1)}
+    decode.now = replace(ENGINE, layout=Layout(dp=2), targets=fewer, owing={})
+    for number in (2, 3):
+        room = chosen(decode, number)
+        decode.routes.find(room)
+        await settle()
+        assert room.failure is None and {part.pair.ref.epoch for part in room.parts} == {2}
+    assert decode.asked_at_once == 1
+
+
 async def test_the_dead_are_remembered_up_to_a_bound(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "KNOWN_DEAD", 2)
     for epoch in (1, 2, 3):
