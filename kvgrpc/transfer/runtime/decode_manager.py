@@ -320,14 +320,13 @@ class DecodeManager(TransferManager[DecodeRoom]):
 
     async def _compare(self, room: DecodeRoom) -> None:
         """On a thread of its own: a gigabyte takes about a second."""
-        comparing = asyncio.get_running_loop().run_in_executor(None, self._differences, room)
-        self._comparing.add(comparing)
         try:
+            comparing = asyncio.get_running_loop().run_in_executor(None, self._differences, room)
+            self._comparing.add(comparing)
+            comparing.add_done_callback(self._comparing.discard)
             failure = await comparing
-        except Exception:
+        except Exception:  # also where the system has no thread left
             failure = self._count_error(f"comparing room {room.key.room} failed")
-        finally:
-            self._comparing.discard(comparing)
         if not self.closed:
             self.core.on_compared(room, failure)
             self._pump()

@@ -3,6 +3,7 @@ what is wrong with it."""
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvgrpc.errors import Reason
+from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer import KVPoll
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.wire import pool_to_pb
@@ -129,6 +131,29 @@ def test_the_right_ones_are_success(verifying_decode: RankHost, serve: Serve, me
     receiver = receiver_of(verifying_decode, server.bootstrap, next(ROOMS))
     receiver.init([5, 6], 0)
     wait_until(lambda: receiver.poll() is KVPoll.Success)
+
+
+def test_a_comparison_that_gets_no_thread_fails_its_room_and_nothing_else(
+    serve: Serve, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The room waited for its deadline, and the process was unhealthy from then on."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with contextlib.closing(RankHost("VT", "DECODE", {"verify": True})) as host:
+        right = np.array([crc(host, 5), crc(host, 6)], "<u4").tobytes()
+        server = serve(answers(right, memory))
+        with monkeypatch.context() as full:
+            full.setattr(LoopThread.shared().loop, "run_in_executor", refuse)
+            receiver = receiver_of(host, server.bootstrap, next(ROOMS))
+            receiver.init([5, 6], 0)
+            wait_until(lambda: receiver.poll() is KVPoll.Failed)
+        assert receiver.failure.reason is Reason.INTERNAL
+        assert LoopThread.shared().healthy
+        receiver = receiver_of(host, server.bootstrap, next(ROOMS))
+        receiver.init([5, 6], 0)
+        wait_until(lambda: receiver.poll() is KVPoll.Success)
 
 
 @pytest.mark.parametrize("checksums", [b"", b"1234567", b"1234" * 3])
