@@ -323,12 +323,10 @@ def test_plans_are_those_of_the_index_in_python(tmp_path: Path) -> None:
                 assert wrong.value.metadata["field"] == field
             # What was reserved counts for others until the engine has told what it has to do.
             prompt_ = pb.ScorePrompt(block_hashes=pb.BlockHashes(values=values))
-            first, second = (
-                other.plan(pb.PlanRequest(prompts=[pb.PlanPrompt(prompt=prompt_, engines=["c"])], reserve=True))
-                for _ in range(2)
-            )
-            queues = [answer.plans[0].placements[0].queue_time.ToSeconds() for answer in (first, second)]
-            assert queues[0] < queues[1] or second.plans[0].placements[0].compute_tokens == 0
+            asked = [pb.PlanPrompt(prompt=prompt_, engines=["c"], tokens=10_000)]
+            answers = [other.plan(pb.PlanRequest(prompts=asked, reserve=True)) for _ in range(2)]
+            queues = [answer.plans[0].placements[0].queue_time.ToSeconds() for answer in answers]
+            assert queues[0] < queues[1]
     finally:
         for each in ranks:
             each.close()
