@@ -16,6 +16,7 @@ import pytest
 from kvgrpc.client import SyncClient
 from kvgrpc.model import Layout
 from kvgrpc.v1 import index_service_pb2 as pb
+from tests.support.pairs import SUCCESS, TRANSFERRING
 from tests.support.rank_host import RankProcess
 from tests.support.waiting import wait_until
 
@@ -80,10 +81,11 @@ def fleet() -> Iterator[Fleet]:
             RankProcess("X", "PREFILL", registry=registry, **publishes),
         ]
         prefill, decode, _, killed = (rank.opened() for rank in ranks)
-        for room, pages in ((WELL, 4), (HALF, 3)):
-            decode.call("receive", room, f"{registry}/P", list(range(4)))
+        for room, pages, first in ((WELL, 4, 0), (HALF, 3, 4)):
+            decode.call("receive", room, f"{registry}/P", list(range(first, first + 4)))
             prefill.call("send", room, list(range(pages)), last=pages == 4)
-        decode.call("wait", "receivers", [WELL], [4])
+        decode.call("wait", "receivers", [WELL], [SUCCESS])
+        decode.call("wait", "receivers", [HALF], [TRANSFERRING])
         decode.call("receive", GIVEN_UP, f"{registry}/P", [9])
         with SyncClient(decode.address) as client:
             wait_until(lambda: client.get_room(GIVEN_UP) is not None)
