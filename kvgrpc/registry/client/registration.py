@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
 import grpc
 
-from kvgrpc.errors import KvGrpcError, PeerUnreachable, StaleEpoch, StoreUnavailable
+from kvgrpc.errors import InvalidRequest, KvGrpcError, PeerUnreachable, StaleEpoch, StoreUnavailable
 from kvgrpc.model import RankRef
 from kvgrpc.observability.logging import one_line
 from kvgrpc.registry import wire
@@ -207,6 +207,10 @@ class Registration:
             except (PeerUnreachable, StoreUnavailable, asyncio.CancelledError):
                 self._doubtful |= refs
                 raise
+            if len(response.leases) != len(chunk):
+                self._doubtful |= refs
+                rule = f"one a row, {len(chunk)}, in the answer of the registry at {self.address}"
+                raise InvalidRequest.of("leases", len(response.leases), rule)
             self._ttl = _ttl(response)
             self._doubtful -= refs
             self._drop_leases(refs)

@@ -91,6 +91,20 @@ class Refusing(Hurried):
         yield pb.KeepAliveResponse()
 
 
+class Forgetful(Hurried):
+    """A registry that takes rows and names a lease of the first one alone."""
+
+    deregistered = 0
+
+    async def Register(self, request: pb.RegisterRequest, context: object) -> pb.RegisterResponse:
+        answer = await super().Register(request, context)
+        return pb.RegisterResponse(leases=answer.leases[:1], ttl=self.ttl)
+
+    async def Deregister(self, request: pb.DeregisterRequest, context: object) -> pb.DeregisterResponse:
+        self.deregistered += len(request.ranks)
+        return pb.DeregisterResponse()
+
+
 class TestRegistration:
     async def test_keeps_rows_registered_for_longer_than_their_ttl(self) -> None:
         brief = await Served(ttl=0.6).start()
@@ -272,6 +286,19 @@ class TestRegistration:
         await registration.close()
         await server.stop(0)
         assert caplog.messages and all("\n" not in message for message in caplog.messages)
+
+    async def test_a_registry_that_names_too_few_leases_is_told_by_the_field_and_gets_the_rows_back(self) -> None:
+        """A caller got Python's words about zip, and a cache in an engine never tried again."""
+        told = Forgetful(Duration(seconds=10))  # type: ignore[abstract]
+        server = grpc.aio.server()
+        add_RegistryServiceServicer_to_server(told, server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        with pytest.raises(InvalidRequest) as wrong:
+            await Registration(dial, address, ranks(TP2)).start(5)
+        assert wrong.value.metadata["field"] == "leases" and address in wrong.value.message
+        assert told.deregistered == 2
+        await server.stop(0)
 
     async def test_a_start_whose_answer_came_too_late_leaves_nothing_behind(
         self, served: Served, monkeypatch: pytest.MonkeyPatch
