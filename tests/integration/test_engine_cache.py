@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvgrpc.client import ClientSecurity, SyncClient
-from kvgrpc.errors import EngineNotFound, FeatureDisabled, PermissionDenied, TooManyRequests
+from kvgrpc.errors import EngineNotFound, FeatureDisabled, PermissionDenied, StaleEpoch, TooManyRequests
 from kvgrpc.hashing import page_hashes
 from kvgrpc.model import ModelIdentity, RankRef, Role, Tier
 from kvgrpc.prefetch.model import (
@@ -30,6 +30,9 @@ from kvgrpc.prefetch.orders import EngineOrders
 from kvgrpc.prefetch.protocol.book import OperationBook
 from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.protocol.order import Order
+from kvgrpc.registry.model import Lease, RankRow
+from kvgrpc.registry.store.memory import MemoryStore
+from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import CallerRole, ServerSecurity, Token
 from kvgrpc.server import CacheServer, RankConfig, RegistryServer, open_cache
 from kvgrpc.v1 import common_pb2
@@ -166,6 +169,38 @@ def test_a_drained_cache_that_serves_again_is_at_the_registry_again() -> None:
         client.undrain()
         wait_until(lambda: [engine.name for engine in known.list_engines()] == ["P0"])
         assert client.health() == "SERVING"
+
+
+class AlwaysNewer(MemoryStore):
+    """Whatever registers, there is a newer incarnation. ``said``: of which epoch, the one that was asked for or a text
+    that is none."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__()
+        self.said, self.asked = said, 0
+
+    async def register(self, rows: Sequence[RankRow]) -> Sequence[Lease]:
+        self.asked += 1
+        epoch = self.said or rows[0].ref.epoch
+        raise StaleEpoch("there is a newer one", metadata={"rank": rows[0].ref.rank, "currentEpoch": epoch})
+
+
+@pytest.mark.parametrize("said", ["", "9" * 5000, "9" * 30, "\u00b2"], ids=["an epoch", "digits", "large", "no digit"])
+def test_a_registry_that_always_knows_a_newer_incarnation_is_not_asked_without_a_pause(said: str) -> None:
+    """The loop that moves hand-offs did little else; and what was no epoch ended the cache's registration for good."""
+    store = AlwaysNewer(said)
+    registry = RegistryServer(["127.0.0.1:0"], store=store).open()
+    config = RankConfig(
+        engine="P0", role=Role.UNIFIED, pools=(), model=ModelIdentity("tiny"), registry=registry.address
+    )
+    server = open_cache(config, lambda rank: SteppingEngine(rank, PrefetchLimits(threshold_tokens=PAGE_TOKENS)))
+    try:
+        wait_until(lambda: store.asked)
+        time.sleep(0.5)  # a while in which it must not be asked often
+        assert store.asked <= 2 and LoopThread.shared().healthy
+    finally:
+        server.close()
+        registry.close()
 
 
 def test_an_order_by_the_engines_name_is_done_when_the_engine_steps() -> None:

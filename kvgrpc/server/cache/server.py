@@ -43,6 +43,8 @@ _SERVICES = ("kvgrpc.v1.PrefetchService", "kvgrpc.v1.ServerService")
 _PULLS = "kvgrpc.v1.PullService"
 _STOP_SECONDS = 10.0
 _AGAIN_SECONDS = 5.0
+# Of one that fits into a RankRef.
+_EPOCH_DIGITS = 19
 _GRACE_SECONDS = 0.5
 
 logger = logging.getLogger(__name__)
@@ -145,6 +147,7 @@ class CacheServer:
 
     async def _register(self) -> None:
         """Until the registry has the row; a refusal that would be repeated is only said again."""
+        counts_on = False
         while True:
             row = self._row()
             registration = Registration(self._channel, ",".join(replicas(self.config.registry)), [row])
@@ -152,11 +155,12 @@ class CacheServer:
                 await registration.start(self.config.start_timeout)
             except KvGrpcError as error:
                 self._lines.warning("registry", f"{row.ref} is not registered: {one_line(str(error))}")
-                epoch = error.metadata.get("currentEpoch", "")
-                if epoch.isdigit():  # our clock is behind an earlier incarnation's
-                    self._begin_as(RankRef(row.ref.rank, int(epoch) + 1))
-                    continue
-                await asyncio.sleep(_AGAIN_SECONDS)
+                epoch = _newer_epoch(error)
+                if epoch is not None:  # our clock is behind an earlier incarnation's
+                    self._begin_as(RankRef(row.ref.rank, epoch + 1))
+                if epoch is None or counts_on:
+                    await asyncio.sleep(_AGAIN_SECONDS)
+                counts_on = epoch is not None
             else:
                 self._registration = registration
                 return
@@ -223,6 +227,12 @@ class CacheServer:
             ServerServicer(info, self, lambda: self._listener.draining, callers), server
         )
         return names
+
+
+def _newer_epoch(error: KvGrpcError) -> int | None:
+    """The epoch of a newer incarnation, where a registry names one."""
+    text = error.metadata.get("currentEpoch", "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _EPOCH_DIGITS else None
 
 
 def open_cache(
