@@ -25,6 +25,7 @@ from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT, DecodeEntry
 from kvgrpc.transfer.runtime.boundary import EngineHandle, RoomRequest
 from kvgrpc.transfer.runtime.dead_peers import DeadPeers
 from kvgrpc.transfer.runtime.death_proofs import DeathProofs
+from kvgrpc.transfer.runtime.hello import check_pool_sizes
 from kvgrpc.transfer.runtime.manager import (
     Loop,
     TransferConfig,
@@ -311,6 +312,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         if not welcome.verify:
             logger.warning("%s does not verify: the pages that it sends are not compared", pair.ref)
             return
+        check_pool_sizes(welcome.pools, "welcome.pools")
         pools = tuple(pool_from_pb(pool, f"welcome.pools[{index}]") for index, pool in enumerate(welcome.pools))
         check_pools(pools, "welcome.pools", addresses=False)
         theirs = replace(self.shape, rank=pair.ref.rank, layout=pair.layout or self.shape.layout, pools=pools)

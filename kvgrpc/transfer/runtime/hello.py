@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvgrpc.dataplane.base import MAX_ADDRESS_BYTES
@@ -11,6 +12,7 @@ from kvgrpc.rpc.callers import check_speaker
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.runtime.manager import TransferConfig
+from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.wire import layout_from_pb, model_from_pb, pool_from_pb, rank_ref_from_pb
 
@@ -94,11 +96,19 @@ def _part(ours: topology.Shape, decode: topology.Shape, hello: pb.Hello) -> topo
     return part
 
 
+def check_pool_sizes(pools: Sequence[common_pb2.PagePool], path: str) -> None:
+    """Raises InvalidRequest for more pools or regions than a rank may have, before any of them is looked at."""
+    if len(pools) > MOST_POOLS:
+        raise InvalidRequest.of(path, len(pools), f"at most {MOST_POOLS}")
+    regions = sum(len(pool.regions) for pool in pools)
+    if regions > MAX_REGIONS:
+        raise InvalidRequest.of(f"{path}.regions", regions, f"at most {MAX_REGIONS}")
+
+
 def _check_sizes(hello: pb.Hello, row_bytes: int) -> None:
     """Bounds before anything is looked at: this runs on the loop that all sessions share."""
+    check_pool_sizes(hello.pools, "hello.pools")
     for field, size, limit in (
-        ("pools", len(hello.pools), MOST_POOLS),
-        ("pools.regions", sum(len(pool.regions) for pool in hello.pools), MAX_REGIONS),
         ("aux_item_bytes", len(hello.aux_item_bytes), MOST_AUX_BUFFERS),
         ("waiting_rooms", len(hello.waiting_rooms), wire.MOST_WAITING_ROOMS),
         ("data_plane_address", len(hello.data_plane_address), MAX_ADDRESS_BYTES),

@@ -90,6 +90,23 @@ def test_no_pools_at_all_are_refused(verifying: RankHost, serve: Serve) -> None:
     assert failure is not None and failure.reason in (Reason.PARALLEL_LAYOUT_MISMATCH, Reason.INVALID_REQUEST)
 
 
+@pytest.mark.parametrize(
+    ("pools", "field"),
+    [
+        ([common_pb2.PagePool(kind=common_pb2.POOL_KIND_KV)] * 50_000, "welcome.pools"),
+        ([common_pb2.PagePool(regions=[common_pb2.PoolRegion()] * 50_000)], "welcome.pools.regions"),
+    ],
+    ids=["pools", "regions"],
+)
+def test_pools_without_end_are_refused_before_they_are_looked_at(
+    verifying: RankHost, serve: Serve, pools: list[common_pb2.PagePool], field: str
+) -> None:
+    """Those of one message held the loop of all sessions for a minute."""
+    server = serve(lambda server, requests: writes_nothing(server, requests, {"verify": True, "pools": pools}, b""))
+    failure = received(verifying, server).failure
+    assert failure is not None and (failure.reason, failure.metadata["field"]) == (Reason.INVALID_REQUEST, field)
+
+
 def test_what_was_said_first_is_compared_and_a_second_word_changes_nothing(
     verifying: RankHost, serve: Serve, memory: Memory
 ) -> None:
