@@ -14,6 +14,7 @@ from typing import Any
 from kvgrpc.errors import InvalidRequest, StaleEpoch, TooManyRequests, WrongRank
 from kvgrpc.model import Layout, RankId, RankRef, Role
 from kvgrpc.prefetch import wire
+from kvgrpc.prefetch.protocol.book import MAX_OPEN_PAGES
 from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.prefetch.protocol.votes import AgreementCore, Decided, Decision, Stage, Vote
 from kvgrpc.prefetch.threads.timers import Alarms
@@ -259,6 +260,8 @@ class _Stream:
         self._wake = asyncio.Event()
         self._lock = threading.Lock()
         self._waiting: deque[pb.JoinAgreementResponse] = deque()
+        # Of the starts among them, which have all of their memory.
+        self._pages = 0
         self._ended = False
 
     def put(self, message: pb.JoinAgreementResponse) -> None:
@@ -266,7 +269,8 @@ class _Stream:
             if self._ended:  # a write that hangs takes nothing any more
                 return
             self._waiting.append(message)
-            self._ended = len(self._waiting) > MAX_WAITING_MESSAGES
+            self._pages += _pages_of(message)
+            self._ended = len(self._waiting) > MAX_WAITING_MESSAGES or self._pages > MAX_OPEN_PAGES
         self._loop.call_soon_threadsafe(self._wake.set)
 
     def end(self) -> None:
@@ -276,9 +280,12 @@ class _Stream:
     def check(self) -> None:
         """Raises TooManyRequests once it was too slow, or a newer one took its place."""
         if self._ended:
+            limit, value, scope = MAX_WAITING_MESSAGES, len(self._waiting), "agreement"
+            if self._pages > MAX_OPEN_PAGES:
+                limit, value, scope = MAX_OPEN_PAGES, self._pages, "pages of an agreement"
             raise TooManyRequests(
                 "this stream was too slow, or a newer one took its place",
-                metadata={"limit": MAX_WAITING_MESSAGES, "value": len(self._waiting), "scope": "agreement"},
+                metadata={"limit": limit, "value": value, "scope": scope},
                 retry_after=0.1,
             )
 
@@ -301,6 +308,7 @@ class _Stream:
                 if not self._waiting:
                     return merged
                 message = self._waiting.popleft()
+                self._pages -= _pages_of(message)
             if message.epoch:
                 merged.ClearField("live")
             merged.MergeFrom(message)
@@ -308,6 +316,10 @@ class _Stream:
                 break
         self._wake.set()
         return merged
+
+
+def _pages_of(message: pb.JoinAgreementResponse) -> int:
+    return sum(len(start.page_hashes) for start in message.starts)
 
 
 def ranks_of(rank: RankId, layout: Layout) -> list[RankId]:

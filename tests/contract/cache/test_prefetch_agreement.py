@@ -20,8 +20,9 @@ from kvgrpc.prefetch import wire
 from kvgrpc.prefetch.agreement.leader import LeaderAgreement, _Stream
 from kvgrpc.prefetch.agreement.member import JoinedAgreement
 from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, Stop
+from kvgrpc.prefetch.protocol.book import MAX_OPEN_PAGES
 from kvgrpc.prefetch.protocol.operation import Operation
-from kvgrpc.prefetch.protocol.order import Order
+from kvgrpc.prefetch.protocol.order import MAX_PAGES, Order
 from kvgrpc.prefetch.protocol.votes import Decision, Stage, Vote
 from kvgrpc.prefetch.storage.base import PageBuffers, PageResult, failed
 from kvgrpc.rpc.status import error_from
@@ -458,6 +459,43 @@ class _Member:
 
     async def write(self, message: pb.JoinAgreementResponse) -> None:
         await asyncio.Event().wait()
+
+
+class _Slow(_Member):
+    """One that reads once it ``goes_on``. ``told``: how many orders it has read."""
+
+    def __init__(self) -> None:
+        super().__init__(epoch=1)
+        self.goes_on, self.told = asyncio.Event(), 0
+
+    async def write(self, message: pb.JoinAgreementResponse) -> None:
+        await self.goes_on.wait()
+        self.told += len(message.starts)
+
+
+@pytest.mark.parametrize("hangs", [True, False], ids=["one that hangs", "one that reads"])
+async def test_a_rank_that_reads_nothing_is_kept_no_more_orders_than_there_may_be_open(hangs: bool) -> None:
+    """Each of 65,536 pages takes 2 MB here: a rank that hangs and a router that goes on cost gigabytes."""
+    leader, member = LeaderAgreement(RankRef(RankId("E"), 1), Layout(tp=2)), _Slow()
+    serving = asyncio.ensure_future(leader.serve(member, Role.PREFILL))
+    await until(lambda: member.reads == 2)
+    largest, orders = Order(kind=OperationKind.PREFETCH, hashes=("ab" * 32,) * MAX_PAGES), 24
+    assert orders * MAX_PAGES > MAX_OPEN_PAGES
+    if not hangs:
+        member.goes_on.set()
+    for number in range(1, orders + 1):
+        leader.tell_start(largest, 60.0)
+        if not hangs:
+            await until(lambda number=number: member.told == number)  # type: ignore[misc]
+    if hangs:
+        member.goes_on.set()
+        with pytest.raises(TooManyRequests, match="too slow") as slow:  # it is to come anew
+            await asyncio.wait_for(serving, 10.0)
+        assert slow.value.metadata["limit"] == str(MAX_OPEN_PAGES)
+        assert MAX_OPEN_PAGES < int(slow.value.metadata["value"]) <= MAX_OPEN_PAGES + MAX_PAGES
+    assert serving.done() is hangs
+    serving.cancel()
+    assert leader.close(5.0)
 
 
 async def test_votes_of_a_former_self_decide_nothing_once_its_successor_joined() -> None:
