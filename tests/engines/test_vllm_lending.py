@@ -225,7 +225,9 @@ def test_a_holder_that_empties_its_cache_while_it_lends_ends_no_engine(tmp_path:
                 assert taker.request(keys[: operation.completed_pages]) == operation.completed_pages
         finally:
             over.set()
-            emptying.join()
+            emptying.join()  # what it computed last is there
+        taker.empty_host()
+        assert comes(taker, takers, prompt(8)).completed_pages == 8
         holder.wait(holder.nothing_is_held)
 
 

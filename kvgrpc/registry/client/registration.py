@@ -39,6 +39,8 @@ SHORTEST_TTL, LONGEST_TTL = 0.3, 600.0
 
 _KeepAliveCall = grpc.aio.StreamStreamCall[pb.KeepAliveRequest, pb.KeepAliveResponse]
 
+# Of one that fits into a RankRef.
+_EPOCH_DIGITS = 19
 _log = logging.getLogger(__name__)
 
 
@@ -253,7 +255,7 @@ class Registration:
         _log.warning("%s is superseded: %s", ", ".join(str(row.ref) for row in gone), one_line(error.message))
         if self._on_superseded is not None:
             try:
-                self._on_superseded(int(error.metadata.get("currentEpoch", 0)))
+                self._on_superseded(newer_epoch(error) or 0)
             except Exception:
                 _log.exception("on_superseded failed")
 
@@ -289,6 +291,12 @@ class Registration:
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
+
+
+def newer_epoch(error: KvGrpcError) -> int | None:
+    """The epoch of a newer incarnation, where a registry that refused a row names one."""
+    text = error.metadata.get("currentEpoch", "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _EPOCH_DIGITS else None
 
 
 def _ttl(response: pb.RegisterResponse | pb.KeepAliveResponse) -> float:

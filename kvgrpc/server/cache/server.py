@@ -17,7 +17,7 @@ from kvgrpc.prefetch.served import ServedCache
 from kvgrpc.prefetch.servicer import PrefetchServicer
 from kvgrpc.pull.lending.lender import LentPages
 from kvgrpc.pull.taking.peers import PeersBackend
-from kvgrpc.registry.client.registration import Registration
+from kvgrpc.registry.client.registration import Registration, newer_epoch
 from kvgrpc.registry.model import Endpoints, RankRow
 from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
@@ -43,8 +43,6 @@ _SERVICES = ("kvgrpc.v1.PrefetchService", "kvgrpc.v1.ServerService")
 _PULLS = "kvgrpc.v1.PullService"
 _STOP_SECONDS = 10.0
 _AGAIN_SECONDS = 5.0
-# Of one that fits into a RankRef.
-_EPOCH_DIGITS = 19
 _GRACE_SECONDS = 0.5
 
 logger = logging.getLogger(__name__)
@@ -155,7 +153,7 @@ class CacheServer:
                 await registration.start(self.config.start_timeout)
             except KvGrpcError as error:
                 self._lines.warning("registry", f"{row.ref} is not registered: {one_line(str(error))}")
-                epoch = _newer_epoch(error)
+                epoch = newer_epoch(error)
                 if epoch is not None:  # our clock is behind an earlier incarnation's
                     self._begin_as(RankRef(row.ref.rank, epoch + 1))
                 if epoch is None or counts_on:
@@ -227,12 +225,6 @@ class CacheServer:
             ServerServicer(info, self, lambda: self._listener.draining, callers), server
         )
         return names
-
-
-def _newer_epoch(error: KvGrpcError) -> int | None:
-    """The epoch of a newer incarnation, where a registry names one."""
-    text = error.metadata.get("currentEpoch", "")
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= _EPOCH_DIGITS else None
 
 
 def open_cache(

@@ -26,7 +26,7 @@ from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.served import ServedCache
 from kvgrpc.prefetch.servicer import PrefetchServicer
 from kvgrpc.pull.taking.peers import PeersBackend
-from kvgrpc.registry.client.registration import Registration
+from kvgrpc.registry.client.registration import Registration, newer_epoch
 from kvgrpc.registry.model import Endpoints, RankRow, RankSelector, labels_of
 from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
 from kvgrpc.registry.store.memory import MemoryStore
@@ -533,10 +533,10 @@ def _open_on(plane: DataPlane, config: RankConfig, loop: LoopThread) -> Rank[Any
         except BaseException as error:
             loop.run(rank._end.abandon(), 10.0)
             tries += 1
-            if not isinstance(error, StaleEpoch) or tries == _EPOCH_TRIES:
+            newer = newer_epoch(error) if isinstance(error, StaleEpoch) else None
+            if newer is None or tries == _EPOCH_TRIES:
                 raise
-            # Our clock is behind an earlier incarnation's: count on from it.
-            epoch = int(error.metadata.get("currentEpoch", epoch)) + 1
+            epoch = newer + 1  # our clock is behind an earlier incarnation's
         else:
             close_at_exit(rank)
             return _Handed(rank)
