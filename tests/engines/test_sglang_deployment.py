@@ -116,7 +116,7 @@ def test_a_setting_that_would_make_wrong_tokens_ends_the_start_with_what_to_do(
 
 def serves(pair: Pair, reference: Reference) -> None:
     case = reference.case(100)
-    prefill, decode = pair.submit(case.prompt, 8)
+    prefill, decode = pair.submit_unseen(case.prompt, 8)
     assert decode.result() == case.tokens
     assert prefill.result() == case.tokens[:1]
 
