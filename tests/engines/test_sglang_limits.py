@@ -73,7 +73,7 @@ REFUSED = {
     "decode cp": (
         "parallel",
         {"attn_dcp_size": 4},
-        "--dcp-size 4 but with latents .*some of a request's tokens, .*; use --dcp-size 1",
+        "--dcp-size 4 without latents .*some of a request's tokens, .*; use --dcp-size 1",
     ),
     "sharding": ("parallel", {"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding: .*pages; leave it out"),
     "hisparse": ("memory", {"enable_hisparse": True}, "--enable-hisparse: .*pages of the host.*; leave it out"),
@@ -265,7 +265,7 @@ def test_decode_context_parallel_ranks_that_have_all_of_something_are_refused_by
     limits.check_supported(kv_args(), latents=True)
     limits.check_supported(SimpleNamespace(**{**vars(kv_args()), "state_types": [StateType.MAMBA]}), latents=True)
     with pytest.raises(
-        FeatureDisabled, match=r"--dcp-size 2 but with latents \(MLA\), alone or .*: .*; use --dcp-size 1"
+        FeatureDisabled, match=r"--dcp-size 2 without latents \(MLA\), with drafts, .*: .*; use --dcp-size 1"
     ):
         limits.check_supported(SimpleNamespace(**{**vars(kv_args()), **beside}), latents=True)
 

@@ -165,22 +165,22 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
         (
             engine(extra={"untried": "dcp"}, decode_context_parallel_size=2),
             cache_config(attention()),
-            r"--decode-context-parallel-size 2 but with one group of latents \(MLA\): .*; use --decode-context",
+            r"--decode-context-parallel-size 2 without latents \(MLA\), with .*: .*; use --decode-context",
         ),
         (
             of_latents({"untried": "dcp"}),
             cache_config(latents(), attention(SlidingWindowMLASpec, heads=1, sliding_window=64)),
-            "--decode-context-parallel-size 2 but with one group of latents",
+            "--decode-context-parallel-size 2 without latents .*, with several groups of layers",
         ),
         (
             of_latents({"untried": "dcp,compressed"}),
             cache_config(latents(tokens_per_state=4)),
-            "--decode-context-parallel-size 2 but with one group of latents",
+            "--decode-context-parallel-size 2 without latents .*, with several groups of layers",
         ),
         (
             of_latents({"untried": "dcp,speculative"}, method="mtp"),
             cache_config(latents()),
-            "--decode-context-parallel-size 2 but with .* drafts keep",
+            "--decode-context-parallel-size 2 without .* or with drafts: .* drafts keep",
         ),
         (
             of_latents({"untried": "dcp"}, cp_kv_cache_interleave_size=4),

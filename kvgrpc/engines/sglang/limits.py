@@ -127,7 +127,7 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
         ),
         (
             dcp > 1 and (not latents or has_other_states or bool(getattr(kv_args, "num_draft_entries", 0))),
-            f"--dcp-size {dcp} but with latents (MLA), alone or beside a state a request",
+            f"--dcp-size {dcp} without latents (MLA), with drafts, or with other states than one a request",
             "a rank then holds some of a request's tokens, and all of its drafts and of what other states keep of them",
             "use --dcp-size 1",
         ),

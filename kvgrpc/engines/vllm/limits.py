@@ -61,7 +61,7 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
         ),
         (
             dcp > 1 and not (config.model_config.use_mla and has_latents_alone(specs) and speculation is None),
-            f"--decode-context-parallel-size {dcp} but with one group of latents (MLA)",
+            f"--decode-context-parallel-size {dcp} without latents (MLA), with several groups of layers or with drafts",
             "a rank then holds some of a request's tokens, and all of what other layers and drafts keep",
             "use --decode-context-parallel-size 1",
         ),
