@@ -13,6 +13,7 @@ import pytest
 AUTOGROUPS = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 if TYPE_CHECKING:
+    from kvgrpc.server import RegistryServer
     from tests.engines.model import Reference
 
 collect_ignore_glob = [f"test_{engine}*.py" for engine in ("sglang", "vllm") if not find_spec(engine)]
@@ -43,6 +44,16 @@ def registry() -> Iterator[str]:
 
     server = RegistryServer(["127.0.0.1:0"]).open()
     yield server.address
+    server.close()
+
+
+@pytest.fixture
+def own_registry() -> Iterator[RegistryServer]:
+    """Of one test, for ranks whose shapes are another's."""
+    from kvgrpc.server import RegistryServer
+
+    server = RegistryServer(["127.0.0.1:0"]).open()
+    yield server
     server.close()
 
 

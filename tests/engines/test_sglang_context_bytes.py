@@ -18,7 +18,7 @@ from kvgrpc.engines import compatibility
 from kvgrpc.engines.sglang.receiver import KvGrpcReceiver
 from kvgrpc.engines.sglang.sender import KvGrpcSender
 from kvgrpc.server import KVPoll, RegistryServer
-from tests.engines.scheduler_process import LOCAL, PAGE, PAGE_BYTES, PAGES, REQUESTS, STATE_BYTES, Process
+from tests.engines.scheduler_process import PAGE, PAGE_BYTES, PAGES, REQUESTS, STATE_BYTES, Process
 from tests.support.waiting import wait_until
 
 ROOM = 7
@@ -26,16 +26,9 @@ EQUAL = (2, 2), (2, 2)
 
 
 @pytest.fixture
-def registry() -> Iterator[RegistryServer]:
-    server = RegistryServer([f"{LOCAL}:0"]).open()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch, registry: RegistryServer) -> Iterator[list[Process]]:
+def processes(monkeypatch: pytest.MonkeyPatch, own_registry: RegistryServer) -> Iterator[list[Process]]:
     """CP ranks 0 and 1 of prefill, and decode."""
-    port = int(registry.address.rpartition(":")[2])
+    port = int(own_registry.address.rpartition(":")[2])
     ranks = [Process(monkeypatch, DisaggregationMode.PREFILL, port, cp=cp, cps=2) for cp in range(2)]
     ranks.append(Process(monkeypatch, DisaggregationMode.DECODE, port))
     yield ranks
@@ -48,8 +41,8 @@ def senders(processes: list[Process]) -> list[KvGrpcSender]:
     return [KvGrpcSender(each.manager, "", ROOM) for each in processes[:2]]
 
 
-def received(processes: list[Process], registry: RegistryServer, prefix: int = 0) -> KvGrpcReceiver:
-    receiver = KvGrpcReceiver(processes[2].manager, registry.address, ROOM)
+def received(processes: list[Process], own_registry: RegistryServer, prefix: int = 0) -> KvGrpcReceiver:
+    receiver = KvGrpcReceiver(processes[2].manager, own_registry.address, ROOM)
     receiver.init(ROOM)
     receiver.send_metadata(np.array([4, 8, 6], np.int32), 2, decode_prefix_len=prefix)
     return receiver
@@ -61,7 +54,7 @@ def agreed(senders: list[KvGrpcSender]) -> KVPoll:
 
 
 def test_one_rank_sends_what_both_have_and_both_succeed(
-    processes: list[Process], senders: list[KvGrpcSender], registry: RegistryServer
+    processes: list[Process], senders: list[KvGrpcSender], own_registry: RegistryServer
 ) -> None:
     ours, copy, theirs = processes
     draw = np.random.default_rng(0)
@@ -69,7 +62,7 @@ def test_one_rank_sends_what_both_have_and_both_succeed(
         array[:] = draw.integers(1, 128, array.shape, np.uint8)
         other[:] = array + 128  # to be told apart; SGLang's are the same
     assert agreed(senders) is KVPoll.Bootstrapping
-    receiver = received(processes, registry, prefix=PAGE)
+    receiver = received(processes, own_registry, prefix=PAGE)
     wait_until(lambda: agreed(senders) is KVPoll.WaitingForInput)
     assert [sender.pop_decode_prefix_len() for sender in senders] == [PAGE, PAGE]
     for sender in reversed(senders):
@@ -89,9 +82,9 @@ def test_one_rank_sends_what_both_have_and_both_succeed(
 
 
 def test_each_of_the_ranks_has_its_place_and_sglang_counts_the_bytes_of_the_first(
-    processes: list[Process], registry: RegistryServer
+    processes: list[Process], own_registry: RegistryServer
 ) -> None:
-    with SyncClient(registry.address) as client:
+    with SyncClient(own_registry.address) as client:
         (engine,) = client.list_engines(include_rows=True)
     assert sorted(row.rank.rank.cp for row in engine.rows) == [0, 1] and engine.layout.cp == 2
     assert [each.manager.is_dummy_cp_rank for each in processes] == [False, True, False]
@@ -99,10 +92,10 @@ def test_each_of_the_ranks_has_its_place_and_sglang_counts_the_bytes_of_the_firs
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failure_in_one_of_the_ranks_ends_the_request_in_all(
-    senders: list[KvGrpcSender], processes: list[Process], registry: RegistryServer, rank: int
+    senders: list[KvGrpcSender], processes: list[Process], own_registry: RegistryServer, rank: int
 ) -> None:
     """One that hands over nothing counts too: SGLang gives the request up in all of them."""
-    receiver = received(processes, registry)
+    receiver = received(processes, own_registry)
     wait_until(lambda: agreed(senders) is KVPoll.WaitingForInput)
     for sender in senders:
         sender.init(3, 1)
@@ -117,9 +110,9 @@ def test_a_failure_in_one_of_the_ranks_ends_the_request_in_all(
 
 
 def test_a_lost_rank_ends_the_request(
-    senders: list[KvGrpcSender], processes: list[Process], registry: RegistryServer
+    senders: list[KvGrpcSender], processes: list[Process], own_registry: RegistryServer
 ) -> None:
-    receiver = received(processes, registry)
+    receiver = received(processes, own_registry)
     wait_until(lambda: agreed(senders) is KVPoll.WaitingForInput)
     processes[0].close()
     wait_until(lambda: receiver.poll() is KVPoll.Failed and senders[1].poll() is KVPoll.Failed)
@@ -156,12 +149,12 @@ class Divided(NamedTuple):
 
 @pytest.fixture
 def divided(
-    monkeypatch: pytest.MonkeyPatch, registry: RegistryServer, request: pytest.FixtureRequest
+    monkeypatch: pytest.MonkeyPatch, own_registry: RegistryServer, request: pytest.FixtureRequest
 ) -> Iterator[Divided]:
     """Of a number of tensor-parallel ranks and the size of decode context parallelism: prefill's, decode's; and whether
     the model has states beside its latents."""
     *sizes, has_states = request.param if len(request.param) == 3 else (*request.param, False)
-    port = int(registry.address.rpartition(":")[2])
+    port = int(own_registry.address.rpartition(":")[2])
     sides = [
         [
             Process(monkeypatch, mode, port, tp=tp, tps=tps, dcps=dcps, mla=True, has_states=has_states)
@@ -169,7 +162,7 @@ def divided(
         ]
         for mode, (tps, dcps) in zip((DisaggregationMode.PREFILL, DisaggregationMode.DECODE), sizes, strict=True)
     ]
-    yield Divided(sides[0], sides[1], registry.address)
+    yield Divided(sides[0], sides[1], own_registry.address)
     for rank in (*sides[0], *sides[1]):
         rank.close()
 

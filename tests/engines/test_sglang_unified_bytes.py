@@ -22,7 +22,7 @@ from kvgrpc.engines.sglang.plugin import hooks
 from kvgrpc.engines.sglang.receiver import KvGrpcReceiver
 from kvgrpc.engines.sglang.sender import KvGrpcSender
 from kvgrpc.server import KVPoll, RegistryServer
-from tests.engines.scheduler_process import LOCAL, PAGE, Process
+from tests.engines.scheduler_process import PAGE, Process
 from tests.support.waiting import wait_until
 
 ROOM = 7
@@ -63,15 +63,8 @@ Open = Callable[..., Pair]
 
 
 @pytest.fixture
-def registry() -> Iterator[RegistryServer]:
-    server = RegistryServer([f"{LOCAL}:0"]).open()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch, registry: RegistryServer) -> Iterator[Open]:
-    port = int(registry.address.rpartition(":")[2])
+def opened(monkeypatch: pytest.MonkeyPatch, own_registry: RegistryServer) -> Iterator[Open]:
+    port = int(own_registry.address.rpartition(":")[2])
     found: list[UnifiedProcess] = []
 
     def opened(kind: StateType, other_bytes: int = OTHER_BYTES) -> Pair:
@@ -84,8 +77,8 @@ def opened(monkeypatch: pytest.MonkeyPatch, registry: RegistryServer) -> Iterato
         process.close()
 
 
-def received(decode: UnifiedProcess, registry: RegistryServer, prefix: int = 0) -> KvGrpcReceiver:
-    receiver = KvGrpcReceiver(decode.manager, registry.address, ROOM)
+def received(decode: UnifiedProcess, own_registry: RegistryServer, prefix: int = 0) -> KvGrpcReceiver:
+    receiver = KvGrpcReceiver(decode.manager, own_registry.address, ROOM)
     receiver.init(ROOM)
     receiver.send_metadata(np.array([4, 1, 6], np.int32), 2, [np.array([28], np.int32)], decode_prefix_len=prefix)
     return receiver
@@ -93,12 +86,12 @@ def received(decode: UnifiedProcess, registry: RegistryServer, prefix: int = 0) 
 
 @pytest.mark.parametrize("kind", [StateType.SWA, StateType.MAMBA])
 def test_pages_of_either_size_arrive_and_no_byte_beside_them(
-    opened: Open, registry: RegistryServer, kind: StateType
+    opened: Open, own_registry: RegistryServer, kind: StateType
 ) -> None:
     prefill, decode = opened(kind)
     prefill.memory_of_pools[:] = np.random.default_rng(0).integers(1, 256, MEMORY_BYTES, np.uint8)
     sender = KvGrpcSender(prefill.manager, "", ROOM)
-    receiver = received(decode, registry, prefix=PAGE)
+    receiver = received(decode, own_registry, prefix=PAGE)
     wait_until(lambda: sender.poll() is KVPoll.WaitingForInput)
     assert sender.pop_decode_prefix_len() == PAGE
     sender.init(3, 1)
@@ -114,9 +107,9 @@ def test_pages_of_either_size_arrive_and_no_byte_beside_them(
 
 
 @pytest.mark.parametrize("kind", [StateType.SWA, StateType.MAMBA])
-def test_pages_of_another_size_fail_by_name(opened: Open, registry: RegistryServer, kind: StateType) -> None:
+def test_pages_of_another_size_fail_by_name(opened: Open, own_registry: RegistryServer, kind: StateType) -> None:
     _, decode = opened(kind, OTHER_BYTES // 2)
-    receiver = received(decode, registry)
+    receiver = received(decode, own_registry)
     wait_until(lambda: receiver.poll() is KVPoll.Failed)
     with pytest.raises(KVTransferError, match=r"PARALLEL_LAYOUT_MISMATCH.*page_bytes: prefill 160, decode 80"):
         receiver.failure_exception()
