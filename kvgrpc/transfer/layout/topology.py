@@ -288,30 +288,39 @@ def _pool_differences(
                 differences[f"pools[{index}].layers"] = (_layers_text(ours.layers), _layers_text(theirs.layers))
                 continue
             ours, theirs = shared_layers(ours, theirs)
-        has_all_tokens = ours
-        ours, theirs = shares_as_heads(ours, theirs)
-        # Without heads they are a share of the tokens, which has to be the same between any sizes.
-        same_heads = ours is has_all_tokens and (same_tp or not theirs.heads_total)
-        are_empty = not ours.regions and not theirs.regions
-        translated = not sliceable(ours, theirs) and translates(ours, theirs)
-        parts = _parts(index, ours, theirs)
-        for name in (*_POOL_FIELDS, "head_start", "head_count") if same_heads else _POOL_FIELDS:
-            one, other = getattr(ours, name), getattr(theirs, name)
-            allowed = (translated and name == "axes") or (parts > 1 and name == "page_tokens")
-            allowed = allowed or (are_empty and name in ("dtype", "axes"))
-            if one != other and not allowed:
-                differences[f"pools[{index}].{name}"] = (one, other)
-        if ours is not has_all_tokens and not mla:
-            # Of other pools without heads, those that do not say how many they have, a head may come before the tokens.
-            differences[f"pools[{index}].axes"] = (has_all_tokens.axes, "shares of tokens: model.attention must be MLA")
-        if not same_tp and not theirs.heads_total and not mla:
-            differences[f"pools[{index}].heads_total"] = (0, "above 0, or model.attention MLA: layout.tp differs")
-        if translated or are_empty:
-            continue
-        if ours.head_count != theirs.head_count and not sliceable(ours, theirs):
-            differences[f"pools[{index}].axes"] = (ours.axes, f"{theirs.axes}: must say where heads are")
-        differences.update(_region_differences(f"pools[{index}]", ours, theirs, parts))
+        differences.update(_differences_of_one(index, ours, theirs, same_tp, mla))
     return differences
+
+
+def _differences_of_one(
+    index: int, prefill: Pool, decode: Pool, same_tp: bool, mla: bool
+) -> dict[str, tuple[object, object]]:
+    """Of pools that have the same layers, or shall have them."""
+    where = f"pools[{index}]"
+    ours, theirs = shares_as_heads(prefill, decode)
+    has_shares = ours is not prefill
+    # Without heads these are a share of the tokens, which has to be the same between any sizes.
+    same_heads = not has_shares and (same_tp or not theirs.heads_total)
+    are_empty = not ours.regions and not theirs.regions
+    translated = not sliceable(ours, theirs) and translates(ours, theirs)
+    parts = _parts(index, ours, theirs)
+    differences: dict[str, tuple[object, object]] = {}
+    for name in (*_POOL_FIELDS, "head_start", "head_count") if same_heads else _POOL_FIELDS:
+        one, other = getattr(ours, name), getattr(theirs, name)
+        allowed = (translated and name == "axes") or (parts > 1 and name == "page_tokens")
+        allowed = allowed or (are_empty and name in ("dtype", "axes"))
+        if one != other and not allowed:
+            differences[f"{where}.{name}"] = (one, other)
+    if has_shares and not mla:
+        # Of other pools without heads, those that do not say how many they have, a head may come before the tokens.
+        differences[f"{where}.axes"] = (prefill.axes, "shares of tokens: model.attention must be MLA")
+    if not same_tp and not theirs.heads_total and not mla:
+        differences[f"{where}.heads_total"] = (0, "above 0, or model.attention MLA: layout.tp differs")
+    if translated or are_empty:
+        return differences
+    if ours.head_count != theirs.head_count and not sliceable(ours, theirs):
+        differences[f"{where}.axes"] = (ours.axes, f"{theirs.axes}: must say where heads are")
+    return differences | _region_differences(where, ours, theirs, parts)
 
 
 def _parts(index: int, prefill: Pool, decode: Pool) -> int:
