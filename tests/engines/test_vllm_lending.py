@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
-from vllm.v1.kv_offload.base import LookupResult, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, get_offload_block_hash, make_offload_key
 
 from kvgrpc.client import SyncClient
 from kvgrpc.engines.vllm import orders
@@ -367,6 +367,14 @@ def test_a_long_question_does_not_hold_vllm_for_all_of_it() -> None:
     assert looked == [questions.KEYS_OF_A_QUESTION] * 2 + [8]
 
 
+def hashes_of(keys: Sequence[OffloadKey]) -> tuple[str, ...]:
+    return tuple(get_offload_block_hash(key).hex() for key in keys)
+
+
+def named(hashes: Sequence[str]) -> list[OffloadKey]:
+    return [make_offload_key(bytes.fromhex(each), 0) for each in hashes]
+
+
 def test_a_step_looks_at_some_chunks_of_a_long_order() -> None:
     """All of them that are in the host are pinned in the end, and none twice."""
     keys = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(4 * LOOKUPS_OF_A_STEP)]
@@ -389,10 +397,14 @@ def test_a_step_looks_at_some_chunks_of_a_long_order() -> None:
             return SimpleNamespace(keys=keys)
 
     engine_orders = EngineOrders(PrefetchLimits(threshold_tokens=1), 16, lambda: None)
-    operation = engine_orders.start(Order(kind=OperationKind.PREFETCH, hashes=("aa" * 32,)))
-    promotion = Promotion(operation, keys, engine_orders, lambda _: 1 << 20, 1, 16)
+    operation = engine_orders.start(Order(kind=OperationKind.PREFETCH, hashes=hashes_of(keys)))
+
+    def leading_on_device(part: Sequence[bytes]) -> int:
+        return sum(int.from_bytes(key[:32], "big") < on_device for key in part)
+
+    promotion = Promotion(operation, named, engine_orders, lambda _: 1 << 20, 1, 16, on_device=leading_on_device)
     host: Any = Host()
-    promotion.begin(host, on_device)
+    promotion.begin(host)
     while not promotion.step(host):
         looked.append(0)
     assert len(looked) == 4 and max(looked) <= LOOKUPS_OF_A_STEP + 2
@@ -463,9 +475,9 @@ def test_promotions_that_begin_together_keep_their_share() -> None:
     host: Any = Host()
     for number in range(3):
         keys = [make_offload_key(bytes([*[number] * 31, index]), 0) for index in range(12)]
-        operation = engine_orders.start(Order(kind=OperationKind.PREFETCH, hashes=(f"a{number}" * 32,)))
-        several.append(Promotion(operation, keys, engine_orders, room, 1, 16))
-        several[-1].begin(host, 0)
+        operation = engine_orders.start(Order(kind=OperationKind.PREFETCH, hashes=hashes_of(keys)))
+        several.append(Promotion(operation, named, engine_orders, room, 1, 16))
+        several[-1].begin(host)
     over = [promotion.step(host) for promotion in several]
     assert len(coming) == share and [each.held for each in several] == [heads + share, 0, 0]
     assert [len(each.pinned) for each in several] == [1, 0, 0] and over == [False, True, True]

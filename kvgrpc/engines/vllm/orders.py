@@ -51,6 +51,8 @@ from kvgrpc.server import RankConfig, open_cache, settings
 
 logger = logging.getLogger("vllm." + __name__)
 _PROMOTIONS = 8
+# Whose ends vLLM sees to in one step.
+_CHUNKS_AT_ONCE = 4_096
 _CLOSE_SECONDS = 2.0
 _HUNG_SECONDS = 30.0
 _SAY_SECONDS = 5.0
@@ -102,8 +104,9 @@ class KvGrpcOrders(SecondaryTierManager):
         self._polled, self._served_at, self._closed = polled, time.monotonic(), False
         self._outcomes = Outcomes(self._orders)
         self._promotions: list[Promotion] = []
-        # Filled by threads that lend, too.
-        self._finished: deque[JobResult] = deque()
+        # With the chunks of each; filled by threads that lend, too.
+        self._finished: deque[tuple[JobResult, int]] = deque()
+        self._drained = False
         self._stepped = False
         self._lines = RateLimited(logger)
         self._address = np.asarray(primary_kv_view).ctypes.data
@@ -125,14 +128,21 @@ class KvGrpcOrders(SecondaryTierManager):
         return LookupResult.MISS
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._finished.append(JobResult(job_metadata.job_id, success=False))
+        self._finished.append((JobResult(job_metadata.job_id, success=False), 0))
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """It has no place to store to, so that is done at once."""
-        self._finished.append(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
+        self._done(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        return [self._finished.popleft() for _ in range(len(self._finished))]
+        """Some, for vLLM looks at each chunk of them now; all once they were drained."""
+        found, left = list[JobResult](), _CHUNKS_AT_ONCE
+        while self._finished and (left > 0 or self._drained):
+            result, chunks = self._finished.popleft()
+            found.append(result)
+            left -= chunks
+        self._drained = False
+        return found
 
     def has_pending_work(self) -> bool:
         return bool(self._promotions or self._orders.waiting or self._finished or len(self._questions))
@@ -152,6 +162,7 @@ class KvGrpcOrders(SecondaryTierManager):
             logger.error("kvgrpc: vLLM waits to empty its host cache: chunks are still being copied for another engine")
         for promotion in self._promotions:
             self._let_go(promotion)
+        self._drained = True
 
     def shutdown(self) -> None:
         if self._closed:
@@ -180,16 +191,27 @@ class KvGrpcOrders(SecondaryTierManager):
         self._stepped = False
         if self._outcomes.due:
             self._look(parent)
-        while len(self._promotions) < _PROMOTIONS and (operation := self._orders.take()) is not None:
+        for _ in range(_PROMOTIONS - len(self._promotions)):
+            operation = self._orders.take()
+            if operation is None:
+                break
             try:
                 self._begin(operation, parent)
             except Exception as error:
                 self._fail(operation, parent, error)
+        self._move_on(parent)
+
+    def _move_on(self, parent: ParentManager) -> None:
+        """vLLM forgets each chunk of what ends: those behind long ones that end wait for the next step."""
+        sharing, left = len(self._promotions), _CHUNKS_AT_ONCE
         for promotion in list(self._promotions):
             try:
-                self._step(promotion, parent)
+                self._step(promotion, parent, sharing)
             except Exception as error:
                 self._fail(promotion.operation, parent, error)
+            left -= 0 if promotion in self._promotions else len(promotion.operation.hashes)
+            if left <= 0:
+                return
 
     def _look(self, parent: ParentManager) -> None:
         try:
@@ -200,23 +222,32 @@ class KvGrpcOrders(SecondaryTierManager):
             self._lines.exception("outcomes", f"kvgrpc: what became of chunks is not known: {text}")
 
     def _begin(self, operation: Operation, parent: ParentManager) -> None:
-        keys = self._names.keys(operation.hashes)
+        """In a time that does not depend on how long the prompt is, as each step of the promotion after it."""
         if self._room() < 1:
             self._orders.end(operation, OperationState.DECLINED, Stop.RATE_LIMITED)
             return
-        sizes = self.block_size_bytes, self._names.page_tokens
-        promotion = Promotion(operation, keys, self._orders, self._room, *sizes, lambda: is_full(parent))
+        promotion = Promotion(
+            operation,
+            self._names.keys,
+            self._orders,
+            self._room,
+            self.block_size_bytes,
+            self._names.page_tokens,
+            lambda: is_full(parent),
+            self._core.leading_on_device,
+        )
         self._promotions.append(promotion)
-        promotion.begin(parent, self._core.leading_on_device(keys))
+        promotion.begin(parent)
 
     def _room(self, promotion: Promotion | None = None) -> int:
         """Of the share of all promotions: chunks that the others leave."""
         held = sum(each.held for each in self._promotions if each is not promotion)
         return int(self._orders.limits.occupancy * self._chunks) - held
 
-    def _step(self, promotion: Promotion, parent: ParentManager) -> None:
-        if promotion.step(parent):
-            self._outcomes.follow(promotion.operation, promotion.came)
+    def _step(self, promotion: Promotion, parent: ParentManager, sharing: int) -> None:
+        over = promotion.step(parent, sharing)
+        self._outcomes.follow(promotion.operation, promotion.came())
+        if over:
             self._end(promotion)
 
     def _fail(self, operation: Operation, parent: ParentManager, error: Exception) -> None:
@@ -239,7 +270,7 @@ class KvGrpcOrders(SecondaryTierManager):
             self._done(job)
 
     def _done(self, job: TransferJob) -> None:
-        self._finished.append(JobResult(job.job_id, success=True, transfer_bytes=0))
+        self._finished.append((JobResult(job.job_id, success=True, transfer_bytes=0), len(job.keys)))
 
     def _is_well(self) -> bool:
         """True if vLLM comes to this tier; where it has no thread for that, an idle engine does not."""

@@ -16,7 +16,9 @@ from kvgrpc.prefetch.model import OperationState, Stop
 from kvgrpc.prefetch.orders import EngineOrders
 from kvgrpc.prefetch.protocol.operation import Operation, state_of
 
+# Of all promotions together: a step of the engine waits for them.
 LOOKUPS_OF_A_STEP = 512
+NAMES_OF_A_STEP = 4096
 # Of a context: of the host alone, so that nothing is promoted.
 NEAR = TierFilter(())
 _LOST = "a chunk that a tier had could not be brought, or was evicted at once; the tier's own log says more"
@@ -31,8 +33,9 @@ class _Known(enum.IntEnum):
 
 
 class Promotion:
-    """``room``: chunks that it may bring, by what others fill and pin now; ``is_full``: whether vLLM's host memory has
-    no chunk that could be evicted.
+    """``name``: vLLM's keys of page hashes; ``on_device``: how many leading ones of the keys that it is given need not
+    come, because requests find them there first; ``room``: chunks that it may bring, by what others fill and pin now;
+    ``is_full``: whether vLLM's host memory has no chunk that could be evicted.
 
     The leading chunks that the host has already are pinned until its end, because what is brought stands behind them:
     ``pinned`` are vLLM's jobs for them, to be reported as finished once the promotion has ended.
@@ -41,27 +44,32 @@ class Promotion:
     def __init__(
         self,
         operation: Operation,
-        keys: Sequence[OffloadKey],
+        name: Callable[[Sequence[str]], Sequence[OffloadKey]],
         orders: EngineOrders,
         room: Callable[[Promotion], int],
         chunk_bytes: int,
         chunk_tokens: int,
         is_full: Callable[[], bool] = lambda: False,
+        on_device: Callable[[Sequence[OffloadKey]], int] = lambda keys: 0,
     ) -> None:
         self.operation = operation
-        self.keys = keys
         self.pinned: list[TransferJob] = []
+        self._name, self._chunk_tokens = name, chunk_tokens
         self._orders, self._room, self._chunk_bytes, self._is_full = orders, room, chunk_bytes, is_full
         self._context = ReqContext(req_id=f"kvgrpc-{operation.operation_id}")
-        for number, key in enumerate(keys, start=1):  # as of any request, so that tiers know the whole prompt
-            self._context.set_offload_key_position(key, number * chunk_tokens)
-        self._known = [_Known.NOTHING] * len(keys)
+        # Of the leading chunks, until all of them have one.
+        self._keys: list[OffloadKey] = []
+        self._known: list[_Known] = []
         # Leading chunks: that need not come; that are in the host now; that were found. Behind ``_end`` none is wanted.
         self._covered = self._there = self._found = 0
-        self._end = len(keys)
-        # Leading chunks that requests find on the device; and that it is known which are covered.
-        self._on_device, self._begun = 0, False
+        self._end = len(operation.hashes)
+        # Leading chunks that requests find on the device, as far as was looked; and that it is known which are covered.
+        self._leading_on_device, self._on_device, self._begun = on_device, 0, False
+        # In their order: those that it had to bring, and how many of them vLLM fills no more.
         self._moving: list[int] = []
+        self._moved = 0
+        # How many of those that came were told.
+        self._followed = 0
         self._stop = Stop.NONE
 
     @property
@@ -69,29 +77,30 @@ class Promotion:
         """Chunks of the host that it fills or pins."""
         return len(self._moving) + sum(len(each.keys) for each in self.pinned)
 
-    @property
     def came(self) -> Sequence[OffloadKey]:
-        """The chunks that it brought."""
-        return self.keys[self._covered : self._there]
+        """The chunks that it brought since it was asked last."""
+        first, self._followed = max(self._covered, self._followed), self._there
+        return self._keys[first : self._there]
 
-    def begin(self, parent: ParentManager, on_device: int) -> None:
-        """``on_device``: leading chunks that need not come, because requests find them there first."""
+    def begin(self, parent: ParentManager) -> None:
         parent.on_new_request(self._context)
-        self._on_device = on_device
         self._tell(OperationState.QUERYING)
 
-    def step(self, parent: ParentManager) -> bool:
-        """True if it has ended."""
+    def step(self, parent: ParentManager, sharing: int = 1) -> bool:
+        """True if it has ended. ``sharing``: promotions that share a step's work, this one among them."""
+        looks = max(1, LOOKUPS_OF_A_STEP // sharing)
         stop = self._orders.stop_of(self.operation)
         if stop is not Stop.NONE and self._stop is Stop.NONE:
             self._stop, self._end = stop, self._found
+        if self._end and not self._all_named(max(1, NAMES_OF_A_STEP // sharing)):
+            return False
         if not self._begun:
-            self._cover(parent)
+            self._cover(parent, looks)
             if not self._begun:
                 return False
-        self._ask(parent)
-        self._count_in_host(parent)
-        if self._there < self._end or self._still_moves(parent):
+        self._ask(parent, looks)
+        self._count_in_host(parent, looks)
+        if self._there < self._end or self._still_moves(parent, looks):
             self._tell(OperationState.TRANSFERRING if self._moving else OperationState.QUERYING)
             return False
         parent.on_request_finished(self._context)
@@ -102,16 +111,29 @@ class Promotion:
         """After an error: vLLM forgets the request."""
         parent.on_request_finished(self._context)
 
-    def _cover(self, parent: ParentManager) -> None:
+    def _all_named(self, most: int) -> bool:
+        """Names ``most`` more; True if all have their names, by which the tiers know the whole prompt, as of any
+        request, before they are asked for a part of it."""
+        first = len(self._keys)
+        keys = self._name(self.operation.hashes[first : first + most])
+        for number, key in enumerate(keys, start=first + 1):
+            self._context.set_offload_key_position(key, number * self._chunk_tokens)
+        self._keys += keys
+        self._known += [_Known.NOTHING] * len(keys)
+        return len(self._keys) == len(self.operation.hashes)
+
+    def _cover(self, parent: ParentManager, looks: int) -> None:
         """Passes leading chunks that need not come, and pins those of them that the host has."""
         in_host = []
-        last = min(self._end, self._covered + LOOKUPS_OF_A_STEP)
+        last = min(self._end, self._covered + looks)
+        if self._on_device == self._covered:
+            self._on_device += self._leading_on_device(self._keys[self._covered : last])
         while self._covered < last:
             here = self._near(parent, self._covered) is LookupResult.HIT
             if not here and self._covered >= self._on_device:
                 break
             if here:
-                in_host.append(self.keys[self._covered])
+                in_host.append(self._keys[self._covered])
             self._covered += 1
         self._there = self._found = self._covered
         self._begun = self._covered < last or self._covered == self._end
@@ -121,10 +143,10 @@ class Promotion:
                 return
             self.pinned.append(parent.create_store_job(in_host, self._context))
 
-    def _ask(self, parent: ParentManager) -> None:
+    def _ask(self, parent: ParentManager, looks: int) -> None:
         """Slow tiers answer in a later step, all at once what one step asks for. Behind a chunk whose answer is late
         nothing is promoted: without it the others would be of no use."""
-        left = LOOKUPS_OF_A_STEP
+        left = looks
         for index in range(self._found, self._end):
             if index >= self._end or not left:
                 break
@@ -134,7 +156,7 @@ class Promotion:
                 self._end, self._stop = index, Stop.CAPACITY if self._moving else Stop.RATE_LIMITED
                 break
             left -= 1
-            result = parent.lookup(self.keys[index], self._context)
+            result = parent.lookup(self._keys[index], self._context)
             if result is LookupResult.MISS:
                 self._end = index
                 if self._stop is Stop.NONE and self._is_full():
@@ -153,9 +175,9 @@ class Promotion:
         if result is LookupResult.HIT_PENDING:
             self._moving.append(index)
 
-    def _count_in_host(self, parent: ParentManager) -> None:
+    def _count_in_host(self, parent: ParentManager, looks: int) -> None:
         """Advances past the leading chunks that are in the host now; ends at one that is lost."""
-        for _ in range(min(LOOKUPS_OF_A_STEP, self._found - self._there)):
+        for _ in range(min(looks, self._found - self._there)):
             result = self._near(parent, self._there)
             if result is LookupResult.HIT_PENDING:
                 return
@@ -165,14 +187,18 @@ class Promotion:
                 return
             self._there += 1
 
-    def _still_moves(self, parent: ParentManager) -> bool:
-        """True if vLLM still fills a chunk for it."""
-        return any(self._near(parent, index) is LookupResult.HIT_PENDING for index in self._moving)
+    def _still_moves(self, parent: ParentManager, looks: int) -> bool:
+        """True if vLLM may still fill a chunk for it."""
+        for index in self._moving[self._moved : self._moved + looks]:
+            if self._near(parent, index) is LookupResult.HIT_PENDING:
+                return True
+            self._moved += 1
+        return self._moved < len(self._moving)
 
     def _near(self, parent: ParentManager, index: int) -> LookupResult:
         self._context.load_tier_filter = NEAR
         try:
-            return parent.lookup(self.keys[index], self._context)
+            return parent.lookup(self._keys[index], self._context)
         finally:
             self._context.load_tier_filter = TierFilter.ALL
 
@@ -190,7 +216,7 @@ class Promotion:
     def _finish(self) -> None:
         self._tell(OperationState.ENDING)
         came, stop = self._there - self._covered, self._stop
-        if self._covered == len(self.keys):
+        if self._covered == len(self.operation.hashes):
             state, stop = OperationState.DECLINED, Stop.COVERED
         elif stop in (Stop.CAPACITY, Stop.RATE_LIMITED):
             state = OperationState.DONE if came else OperationState.DECLINED
