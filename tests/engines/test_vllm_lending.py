@@ -18,7 +18,7 @@ from kvgrpc.engines.vllm import orders
 from kvgrpc.engines.vllm.offload import questions
 from kvgrpc.engines.vllm.offload.lending import LentChunks
 from kvgrpc.engines.vllm.offload.promotion import LOOKUPS_OF_A_STEP, NEAR, Promotion
-from kvgrpc.errors import InvalidRequest, PeerUnreachable
+from kvgrpc.errors import InvalidRequest, PeerUnreachable, StorageFailed
 from kvgrpc.prefetch.model import OperationKind, PrefetchLimits
 from kvgrpc.prefetch.orders import EngineOrders
 from kvgrpc.prefetch.protocol.order import Order
@@ -292,6 +292,26 @@ def test_a_holder_that_is_gone_costs_a_miss(tmp_path: Path) -> None:
         assert operation.state in (pb.OPERATION_STATE_FAILED, pb.OPERATION_STATE_DECLINED)
         assert operation.completed_pages == 0
         taker.wait(taker.nothing_is_held)
+
+
+def test_a_copy_that_hangs_fails_the_emptying_of_the_cache_and_the_engine_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is being read stays what it was."""
+    monkeypatch.setattr(orders, "_HUNG_SECONDS", 0.3)
+    monkeypatch.setattr(orders, "_SAY_SECONDS", 0.1)
+    keys = keys_of(prompt(6))
+    with offloading(tmp_path) as (engine, client):
+        engine.compute(keys)
+        with engine.tier._lent.reading(hashes_of(keys)) as chunks:
+            assert len(chunks) == 6
+            with pytest.raises(StorageFailed, match="cannot be emptied now: chunks are still being copied"):
+                engine.empty_host()
+            assert "still being copied" in caplog.text and engine.request(keys) == 6
+            assert client.lookup(pb.PromptPages(tokens=prompt(6)), without_storage=True).host_pages == 6
+        engine.wait(engine.nothing_is_held)
+        engine.empty_host()
+        assert engine.request(keys) == 0
 
 
 def test_a_pin_that_vllm_makes_after_the_caller_left_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from kvgrpc.engines.vllm.offload.outcomes import Outcomes
 from kvgrpc.engines.vllm.offload.promotion import Promotion
 from kvgrpc.engines.vllm.orders import config_of
 from kvgrpc.engines.vllm.tier import KvGrpcTier
-from kvgrpc.errors import FeatureDisabled, InvalidRequest
+from kvgrpc.errors import FeatureDisabled, InvalidRequest, StorageFailed
 from kvgrpc.hashing import each_block_hash
 from kvgrpc.prefetch.model import OperationKind, Stop
 from kvgrpc.prefetch.protocol.order import Order
@@ -311,6 +311,29 @@ def test_an_emptied_cache_ends_an_order_and_the_next_one_is_whole(tmp_path: Path
         engine.wait(engine.nothing_is_held)
         engine.empty_host()
         assert ended(client, start(client, prompt(8))).completed_pages == 8
+
+
+def test_a_store_that_hangs_fails_the_emptying_of_the_cache_and_the_engine_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two chunks are being filled: vLLM gives them to nobody else."""
+    keys = keys_of(prompt(6))
+    with offloading(tmp_path) as (engine, client):
+        engine.compute(keys)
+        engine.empty_host()
+        engine.compute(keys[:4])
+        store = SlowStore(engine, late=())
+        monkeypatch.setattr(engine.manager.secondary_tiers[0], "_timeout", 0.3)
+        operation = start(client, prompt(6))
+        engine.wait(store.reading.is_set)
+        with pytest.raises(StorageFailed, match="1 jobs still use 2 chunks"):
+            engine.empty_host()
+        assert engine.request(keys) == 4 and row(client, operation).state == pb.OPERATION_STATE_TRANSFERRING
+        store.let_go()
+        assert ended(client, operation).completed_pages == 6 and engine.request(keys) == 6
+        engine.wait(engine.nothing_is_held)
+        engine.empty_host()
+        assert engine.request(keys) == 0
 
 
 class Work:

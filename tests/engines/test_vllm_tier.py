@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from kvgrpc.engines.vllm import tier as module
 from kvgrpc.engines.vllm.tier import KvGrpcTier
 from kvgrpc.engines.vllm.worker import Worker
+from kvgrpc.errors import StorageFailed
 from kvgrpc.prefetch.storage.base import OK, MemoryRange, PageBuffers, PageResult, timed_out
 from kvgrpc.prefetch.storage.keys import PageIdentity
 
@@ -59,10 +60,10 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Hung:
     return hung
 
 
-def tier_over(memory: mmap.mmap) -> tuple[KvGrpcTier, memoryview]:
+def tier_over(memory: mmap.mmap, timeout: float = 30.0) -> tuple[KvGrpcTier, memoryview]:
     chunks: Any = np.frombuffer(memory, np.uint8).reshape(CHUNKS, CHUNK_BYTES)
     view = memoryview(chunks)
-    made: Any = KvGrpcTier(SimpleNamespace(), view, "KvGrpcTier", "file", timeout=30.0)
+    made: Any = KvGrpcTier(SimpleNamespace(), view, "KvGrpcTier", "file", timeout=timeout)
     made.submit_store(TransferJob(1, [KEY], np.array([2]), False, ReqContext(req_id="r")))
     return made, view
 
@@ -101,6 +102,35 @@ def test_a_store_that_answers_is_closed_without_a_word(store: Hung, caplog: pyte
     store.released.set()
     assert close_within(tier, 6.0) < 1.0
     assert [line for line in caplog.records if line.levelno >= logging.ERROR] == [] and not module._STILL_USED
+
+
+def test_a_store_that_never_answers_does_not_hold_an_engine_that_empties_its_host(
+    store: Hung, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two jobs run, one has not begun. vLLM hears that chunks are in use, and not that they are free."""
+    tier, _ = tier_over(mmap.mmap(-1, CHUNKS * CHUNK_BYTES), timeout=0.5)
+    for number in (2, 3):
+        tier.submit_store(TransferJob(number, [KEY], np.array([number]), False, ReqContext(req_id="r")))
+    failed: list[BaseException] = []
+
+    def drain() -> None:
+        with pytest.raises(StorageFailed, match="2 jobs still use 2 chunks") as refused:
+            tier.drain_jobs()
+        failed.append(refused.value)
+
+    draining = threading.Thread(target=drain, daemon=True)
+    try:
+        draining.start()
+        draining.join(10.0)
+        assert not draining.is_alive() and len(failed) == 1
+        assert "1 jobs of 1 chunks were given up" in caplog.text and "tier KvGrpcTier hangs" in caplog.text
+        assert [(each.job_id, each.success) for each in tier.get_finished_jobs()] == [(3, False)]
+        assert tier.has_pending_work()
+    finally:
+        store.released.set()
+    tier.drain_jobs()
+    assert sorted(each.job_id for each in tier.get_finished_jobs()) == [1, 2] and not tier.has_pending_work()
+    tier.shutdown()
 
 
 def test_a_tier_that_cannot_be_made_closes_its_store(store: Hung, monkeypatch: pytest.MonkeyPatch) -> None:

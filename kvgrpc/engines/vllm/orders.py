@@ -157,9 +157,16 @@ class KvGrpcOrders(SecondaryTierManager):
         self._stepped = True
 
     def drain_jobs(self) -> None:
-        """vLLM empties the host: what is pinned there is let go, once nothing of it is copied, whenever that is."""
+        """vLLM empties the host: what is pinned there is let go, once nothing of it is copied.
+
+        Raises StorageFailed where something is copied for too long: vLLM then empties nothing.
+        """
+        end, what = time.monotonic() + _HUNG_SECONDS, "chunks are still being copied for another engine"
         while not self._lent.wait_idle(_SAY_SECONDS):
-            logger.error("kvgrpc: vLLM waits to empty its host cache: chunks are still being copied for another engine")
+            logger.error("kvgrpc: vLLM waits to empty its host cache: %s", what)
+            if time.monotonic() >= end:
+                text = f"vLLM's host cache cannot be emptied now: {what} after {_HUNG_SECONDS:g} s; try again"
+                raise StorageFailed(text, metadata={"backend": "vLLM", "status": "TIMEOUT"})
         for promotion in self._promotions:
             self._let_go(promotion)
         self._drained = True

@@ -154,7 +154,24 @@ class KvGrpcTier(SecondaryTierManager):
         return bool(self._running)
 
     def drain_jobs(self) -> None:
-        wait([future for future, _ in self._running.values()])
+        """Jobs have their time; then those that have not begun are given up, and those that run have it once more.
+
+        Raises StorageFailed where the store uses chunks even then. vLLM, which calls it to empty the host and holds its
+        engine meanwhile, then empties nothing, for these chunks would be given to others while they are written.
+        """
+        wait(self._left(), self._timeout)
+        given_up = [job for future, job in self._running.values() if future.cancel()]
+        if given_up:
+            lost = f"{len(given_up)} jobs of {_chunks_of(given_up)} chunks were given up before they began"
+            logger.warning("kvgrpc: tier %s is slow: %s, for vLLM empties its host cache", self.tier_type, lost)
+        _, hung = wait(self._left(), self._timeout + _POLL_SECONDS)
+        if hung:
+            jobs = [job for future, job in self._running.values() if future in hung]
+            seconds = 2 * self._timeout + _POLL_SECONDS
+            what = f"after {seconds:g} s {len(jobs)} jobs still use {_chunks_of(jobs)} chunks of vLLM's host cache"
+            text = f"{what}, so it cannot be emptied now: see to the store {self.backend.name}, then try again"
+            logger.error("kvgrpc: tier %s hangs: %s", self.tier_type, text)
+            raise StorageFailed(text, metadata={"backend": self.backend.name, "status": "TIMEOUT"})
 
     def shutdown(self) -> None:
         """Within _CLOSE_SECONDS, whatever the store does. Jobs that run have half of it to end as they should; memory
@@ -252,6 +269,9 @@ class KvGrpcTier(SecondaryTierManager):
                 say_at += _QUIET_SECONDS
                 logger.error("kvgrpc: the store still uses chunks of a call that timed out")
 
+    def _left(self) -> list[Future[list[bool]]]:
+        return [future for future, _ in self._running.values() if not future.done()]
+
     def _result(self, future: Future[list[bool]], job: TransferJob) -> JobResult:
         keys = list(job.keys)
         if future.cancelled() or future.exception() is not None:
@@ -276,6 +296,10 @@ class KvGrpcTier(SecondaryTierManager):
 
     def _complain(self, what: str) -> None:
         self._lines.warning(self.tier_type, f"kvgrpc: tier {self.tier_type}: {what}")
+
+
+def _chunks_of(jobs: Iterable[TransferJob]) -> int:
+    return sum(len(job.keys) for job in jobs)
 
 
 def _hexes(keys: Collection[OffloadKey]) -> list[str]:
