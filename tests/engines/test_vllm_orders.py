@@ -298,19 +298,44 @@ def test_orders_go_on_where_nobody_can_say_what_became_of_chunks(
 
 
 def test_an_emptied_cache_ends_an_order_and_the_next_one_is_whole(tmp_path: Path) -> None:
-    """vLLM's reset asserts that no tier holds anything."""
-    keys = keys_of(prompt(8))
+    """Whose chunks were there, too. vLLM's reset asserts that no tier holds anything."""
+    keys, lost = keys_of(prompt(8)), (pb.OPERATION_STATE_FAILED, pb.OPERATION_STOP_PAGE_LOST, 0)
     with offloading(tmp_path) as (engine, client):
         engine.compute(keys)
         engine.empty_host()
         engine.compute(keys[:2])
+        store = SlowStore(engine, late=keys)
         operations = [start(client, prompt(8)) for _ in range(4)]
+        engine.wait(lambda: [row(client, each).covered_pages for each in operations] == [2] * 4)
+        assert engine.request(keys) == 2 and not engine.nothing_is_held()
         engine.empty_host()
+        assert engine.request(keys) == 0 and client.get_cache_info().tiers[0].used_pages == 0
+        store.let_go()
         for operation in operations:
-            assert ended(client, operation).quiescent
+            end = ended(client, operation)
+            assert (end.state, end.stop, end.completed_pages) == lost and "could not be brought" in end.failure.message
         engine.wait(engine.nothing_is_held)
+        assert ended(client, start(client, prompt(8))).completed_pages == 8 and engine.request(keys) == 8
+
+
+def test_an_order_whose_chunks_came_before_the_cache_was_emptied_says_that_they_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promotion, "LOOKUPS_OF_A_STEP", 2)
+    keys = keys_of(prompt(6))
+    with offloading(tmp_path) as (engine, client):
+        engine.compute(keys)
         engine.empty_host()
-        assert ended(client, start(client, prompt(8))).completed_pages == 8
+        engine.compute(keys[:2])
+        store = SlowStore(engine, late=keys[4:])
+        store.hands_over.set()
+        operation = start(client, prompt(6))
+        engine.wait(lambda: row(client, operation).completed_pages == 4)
+        engine.empty_host()
+        store.let_go()
+        operation = ended(client, operation)
+        assert (operation.state, operation.stop) == (pb.OPERATION_STATE_FAILED, pb.OPERATION_STOP_PAGE_LOST)
+        assert (operation.completed_pages, operation.bytes) == (0, 0) and engine.request(keys) == 0
 
 
 def test_a_store_that_hangs_fails_the_emptying_of_the_cache_and_the_engine_goes_on(

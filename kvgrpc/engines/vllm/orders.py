@@ -169,6 +169,7 @@ class KvGrpcOrders(SecondaryTierManager):
                 raise StorageFailed(text, metadata={"backend": "vLLM", "status": "TIMEOUT"})
         for promotion in self._promotions:
             self._let_go(promotion)
+            promotion.lose()
         self._drained = True
 
     def shutdown(self) -> None:

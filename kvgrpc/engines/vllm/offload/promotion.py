@@ -107,6 +107,11 @@ class Promotion:
         self._finish()
         return True
 
+    def lose(self) -> None:
+        """vLLM empties its host: nothing of the prompt is there any more, and no more of it is brought."""
+        self._stop, self._begun = self._stop or Stop.PAGE_LOST, True
+        self._covered = self._there = self._found = self._end = 0
+
     def abandon(self, parent: ParentManager) -> None:
         """After an error: vLLM forgets the request."""
         parent.on_request_finished(self._context)
