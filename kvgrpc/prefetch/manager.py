@@ -125,6 +125,13 @@ class PrefetchManager:
         return self.config.limits
 
     @property
+    def pinnable(self) -> int:
+        """Pages that callers may pin together: of the smaller tier as much as prefetches may hold, the rest is free for
+        the engine."""
+        device = self.config.device
+        return int(self.limits.occupancy * min(self.host.pages, self.host.pages if device is None else device.pages))
+
+    @property
     def book(self) -> OperationBook:
         return self.controller.book
 

@@ -39,6 +39,10 @@ class ServedCache(Protocol):
     def limits(self) -> PrefetchLimits: ...
 
     @property
+    def pinnable(self) -> int | None:
+        """Pages that callers may pin together; None: the engine bounds its pins itself, or has none."""
+
+    @property
     def book(self) -> OperationBook:
         """Its operations."""
 

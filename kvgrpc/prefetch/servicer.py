@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from kvgrpc.errors import (
@@ -20,6 +20,7 @@ from kvgrpc.observability.caches import forget_cache, watch_cache
 from kvgrpc.paging import numbers_token, page_size, read_numbers_token
 from kvgrpc.prefetch import wire
 from kvgrpc.prefetch.model import OperationKind
+from kvgrpc.prefetch.pins import CallersPins
 from kvgrpc.prefetch.protocol.book import MAX_OPEN_PAGES, OperationBook
 from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.served import ServedCache
@@ -60,6 +61,7 @@ class PrefetchServicer(PrefetchServiceServicer):
         self._cache = cache
         self._blocking = BlockingCalls("prefetch-call", "calls that ask storage", threads=_THREADS, most=MAX_BLOCKING)
         self._shares = OperationShares(cache.book, cache.limits.operations)
+        self._pins = None if cache.pinnable is None else CallersPins(cache.pinnable)
         self._watches: set[asyncio.Event] = set()
         self._draining = False
         watch_cache(cache.use)
@@ -81,6 +83,8 @@ class PrefetchServicer(PrefetchServiceServicer):
         forget_cache(self._cache.use)
         self._blocking.close()
         self._shares.close()
+        if self._pins is not None:
+            self._pins.close()
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         hashes = await self._hashes(request.pages)
@@ -216,10 +220,25 @@ class PrefetchServicer(PrefetchServiceServicer):
     async def PinPages(self, request: pb.PinPagesRequest, context: Any) -> pb.PinPagesResponse:
         seconds = seconds_from_pb("duration", request.duration, MAX_PIN_SECONDS)
         hashes = await self._hashes(request.pages)
-        pinned = await self._block(lambda: self._cache.pin(hashes, seconds))
+        pinned = await self._pin(hashes, seconds)
         response = pb.PinPagesResponse(pinned_pages=pinned)
         response.until.FromMicroseconds(round((time.time() + seconds) * 1e6))
         return response
+
+    async def _pin(self, hashes: Sequence[str], seconds: float) -> int:
+        def pin(those: Sequence[str]) -> Awaitable[int]:
+            return self._block(lambda: self._cache.pin(those, seconds))
+
+        def count_near() -> Awaitable[int]:
+            return self._block(lambda: self._cache.lookup(hashes, _STORAGE_SECONDS, storage=False)[1])
+
+        if self._pins is None:
+            return await pin(hashes)
+        if not seconds:
+            ended = await pin(hashes)
+            self._pins.ended(hashes)
+            return ended
+        return await self._pins.pin(hashes, seconds, count_near, pin)
 
     async def JoinAgreement(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.JoinAgreementRequest], context: Any

@@ -17,6 +17,7 @@ from kvgrpc.errors import (
     PeerUnreachable,
     ServerDraining,
     StorageFailed,
+    TooManyRequests,
 )
 from kvgrpc.hashing import sglang_event_hash
 from kvgrpc.prefetch.config import PrefetchConfig
@@ -154,6 +155,24 @@ class TestTheCache:
         assert cache.evict() == 6
         with pytest.raises(InvalidRequest):
             client.pin_pages(pb.PromptPages(tokens=prompt(8)), 3601.0)
+
+    def test_a_caller_cannot_pin_all_of_a_cache(self, cache: CacheRank, client: SyncClient) -> None:
+        """Of its 64 pages callers may pin 32 together, of which one leaves as many to others as it takes."""
+        prompts = [prompt(6, number) for number in range(10)]
+        for each in prompts:
+            cache.fill(hashes_of(each))
+
+        def pin(number: int, seconds: float = 60.0) -> int:
+            return client.pin_pages(pb.PromptPages(tokens=prompts[number]), seconds).pinned_pages
+
+        assert [pin(number) for number in range(3)] == [6, 6, 6]
+        for _ in range(2):
+            with pytest.raises(TooManyRequests, match="pinned pages are there already of one caller") as refused:
+                pin(3)
+            assert (refused.value.metadata["limit"], refused.value.metadata["value"]) == ("14", "24")
+        assert pin(0) == 6, "a repeat moves the time"
+        assert pin(1, 0.0) == 6 and pin(4) == 6
+        assert cache.evict() == 60 - 18
 
     def test_a_time_of_two_signs_is_none(self, cache: CacheRank) -> None:
         request = pb.PinPagesRequest(pages=pb.PromptPages(tokens=prompt(8)))

@@ -68,6 +68,7 @@ class SglangCache:
 
     role: Role = Role.UNIFIED
     leader: LeaderAgreement | None = None
+    pinnable: int | None = None
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ class OffloadedCache:
     """A ServedCache. Device counts are vLLM's blocks, the others its chunks; ``page_tokens`` is a chunk's."""
 
     leader = None
+    pinnable: int | None = None
     role = Role.UNIFIED
 
     def __init__(
