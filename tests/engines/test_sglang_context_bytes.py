@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
 
 from kvgrpc.client import SyncClient
 from kvgrpc.engines import compatibility
@@ -26,12 +27,15 @@ EQUAL = (2, 2), (2, 2)
 
 
 @pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch, own_registry: RegistryServer) -> Iterator[list[Process]]:
-    """CP ranks 0 and 1 of prefill, and decode."""
+def processes(
+    monkeypatch: pytest.MonkeyPatch, own_registry: RegistryServer, request: pytest.FixtureRequest
+) -> Iterator[list[Process]]:
+    """CP ranks 0 and 1 of prefill, and decode; of whether SGLang shall let all CP ranks hand over."""
     port = int(own_registry.address.rpartition(":")[2])
-    ranks = [Process(monkeypatch, DisaggregationMode.PREFILL, port, cp=cp, cps=2) for cp in range(2)]
-    ranks.append(Process(monkeypatch, DisaggregationMode.DECODE, port))
-    yield ranks
+    with envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.override(getattr(request, "param", False)):
+        ranks = [Process(monkeypatch, DisaggregationMode.PREFILL, port, cp=cp, cps=2) for cp in range(2)]
+        ranks.append(Process(monkeypatch, DisaggregationMode.DECODE, port))
+        yield ranks
     for rank in ranks:
         rank.close()
 
@@ -53,6 +57,7 @@ def agreed(senders: list[KvGrpcSender]) -> KVPoll:
     return min(sender.poll() for sender in senders)
 
 
+@pytest.mark.parametrize("processes", [False, True], ids=["by default", "all hand over"], indirect=True)
 def test_one_rank_sends_what_both_have_and_both_succeed(
     processes: list[Process], senders: list[KvGrpcSender], own_registry: RegistryServer
 ) -> None:

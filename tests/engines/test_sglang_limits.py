@@ -276,7 +276,6 @@ def test_decode_context_parallel_ranks_that_have_all_of_something_are_refused_by
         ({"is_hybrid_mla_backend": True}, {}, "states beside latents"),
         ({}, {"enable_dsa_cache_layer_split": True}, "--enable-dsa-cache-layer-split"),
         ({}, {"enable_cp_tp_group_sharing": True}, "states divided among the same ranks"),
-        ({}, {}, "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"),
     ],
 )
 def test_context_parallel_ranks_of_which_each_hands_over_a_part_are_refused(
@@ -290,11 +289,10 @@ def test_context_parallel_ranks_of_which_each_hands_over_a_part_are_refused(
     settings["parallel"].update(parallel)
     monkeypatch.setenv(limits.UNTRIED, limits.CONTEXT)
     given = SimpleNamespace(**vars(kv_args()), **args)
-    with envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.override(not args and not parallel):
+    limits.check_supported(given)
+    settings["parallel"]["attn_cp_size"] = 2
+    with pytest.raises(FeatureDisabled, match=f"--attn-cp-size 2 with {says}: .*the first hands over all; use --a"):
         limits.check_supported(given)
-        settings["parallel"]["attn_cp_size"] = 2
-        with pytest.raises(FeatureDisabled, match=f"--attn-cp-size 2 with {says}: .*the first hands over all; use --a"):
-            limits.check_supported(given)
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
@@ -432,6 +430,17 @@ def test_a_variable_of_sglang_that_is_not_served_is_refused(
     settings: dict[str, dict[str, Any]], variable: Any, value: bool, says: str
 ) -> None:
     with variable.override(value), pytest.raises(FeatureDisabled, match=says):
+        limits.check_supported(kv_args())
+
+
+def test_prefill_may_say_that_all_context_parallel_ranks_hand_over(
+    settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has all pages, so that the first hands them over all the same."""
+    settings["disagg"]["disaggregation_mode"] = "prefill"
+    settings["parallel"]["attn_cp_size"] = 2
+    monkeypatch.setenv(limits.UNTRIED, limits.CONTEXT)
+    with envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.override(True):
         limits.check_supported(kv_args())
 
 

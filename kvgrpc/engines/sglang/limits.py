@@ -31,7 +31,6 @@ from kvgrpc.errors import FeatureDisabled
 UNTRIED = "KVGRPC_UNTRIED"
 SPECULATIVE, CHECKSUM, OPTIMISTIC = "speculative", "checksum", "optimistic"
 CONTEXT, DCP, UNIFIED = "context", "dcp", "unified"
-ALL_SEND = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
 _HOST_THRESHOLD = "disaggregation_decode_host_receive_threshold"
 
 
@@ -295,7 +294,6 @@ def _parted(kv_args: Any) -> list[str]:
         "states beside latents": has(kv_args, "is_hybrid_mla_backend"),
         "--enable-dsa-cache-layer-split": has(parallel, "enable_dsa_cache_layer_split"),
         "states divided among the same ranks": has(parallel, "enable_cp_tp_group_sharing"),
-        ALL_SEND: is_set(ALL_SEND),
     }
     return [reason for reason, holds in reasons.items() if holds]
 
