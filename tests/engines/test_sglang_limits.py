@@ -271,28 +271,38 @@ def test_decode_context_parallel_ranks_that_have_all_of_something_are_refused_by
 
 
 @pytest.mark.parametrize(
-    ("args", "parallel", "says"),
+    ("parallel", "says"),
     [
-        ({"is_hybrid_mla_backend": True}, {}, "states beside latents"),
-        ({}, {"enable_dsa_cache_layer_split": True}, "--enable-dsa-cache-layer-split"),
-        ({}, {"enable_cp_tp_group_sharing": True}, "states divided among the same ranks"),
+        ({"enable_dsa_cache_layer_split": True}, "--enable-dsa-cache-layer-split"),
+        ({"enable_cp_tp_group_sharing": True}, "states divided among the same ranks"),
     ],
 )
 def test_context_parallel_ranks_of_which_each_hands_over_a_part_are_refused(
     settings: dict[str, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
-    args: dict[str, Any],
     parallel: dict[str, Any],
     says: str,
 ) -> None:
     settings["disagg"]["disaggregation_mode"] = "prefill"
     settings["parallel"].update(parallel)
     monkeypatch.setenv(limits.UNTRIED, limits.CONTEXT)
-    given = SimpleNamespace(**vars(kv_args()), **args)
-    limits.check_supported(given)
+    limits.check_supported(kv_args())
     settings["parallel"]["attn_cp_size"] = 2
     with pytest.raises(FeatureDisabled, match=f"--attn-cp-size 2 with {says}: .*the first hands over all; use --a"):
-        limits.check_supported(given)
+        limits.check_supported(kv_args())
+
+
+@pytest.mark.parametrize("latents", [False, True])
+def test_context_parallel_ranks_of_which_none_has_a_requests_state_are_refused_by_name_too(
+    settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, latents: bool
+) -> None:
+    settings["disagg"]["disaggregation_mode"] = "prefill"
+    monkeypatch.setenv(limits.UNTRIED, f"{limits.CONTEXT},mamba")
+    limits.check_supported(kv_args(StateType.MAMBA), latents)
+    settings["parallel"]["attn_cp_size"] = 2
+    limits.check_supported(kv_args(), latents)
+    with pytest.raises(FeatureDisabled, match=r"--attn-cp-size 2 with a state a request: .*; use --attn-cp-size 1"):
+        limits.check_supported(kv_args(StateType.MAMBA), latents)
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])

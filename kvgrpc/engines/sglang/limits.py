@@ -45,7 +45,7 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
     algorithm = has(get_spec(), "speculative_algorithm", "")
     beside = "states besides the KV cache" if states else "latents" if latents else ""
     drafts_as_run = algorithm in ("EAGLE", "EAGLE3") and not beside and not has(get_spec(), "enable_multi_layer_eagle")
-    parted = _parted(kv_args)
+    parted = _parted()
     dcp = has(parallel, "attn_dcp_size", 1)
     is_unified = has(get_memory(), "enable_unified_memory")
     has_other_states = any(kind_of(state) != STATE_A_REQUEST for state in states)
@@ -152,6 +152,12 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
             parallel.attn_cp_size > 1 and bool(parted),
             f"--attn-cp-size {parallel.attn_cp_size} with {', '.join(parted)}",
             "each of these ranks then hands over a part of a request, and with kvgrpc the first hands over all",
+            "use --attn-cp-size 1",
+        ),
+        (
+            parallel.attn_cp_size > 1 and any(kind_of(state) == STATE_A_REQUEST for state in states),
+            f"--attn-cp-size {parallel.attn_cp_size} with a state a request",
+            "layers that keep one see the tokens, or have the heads, of their rank alone: no rank has a request's",
             "use --attn-cp-size 1",
         ),
         (
@@ -287,11 +293,10 @@ def _layers_of_a_stage(kv_args: Any) -> tuple[bool, list[str]]:
     return are_numbered, [kind for kind, holds in zip(("kv", *kinds), held, strict=True) if not holds]
 
 
-def _parted(kv_args: Any) -> list[str]:
+def _parted() -> list[str]:
     """Reasons why each context parallel rank of this prefill would hand over a part; without one all have all pages."""
     parallel = get_parallel()
     reasons = {
-        "states beside latents": has(kv_args, "is_hybrid_mla_backend"),
         "--enable-dsa-cache-layer-split": has(parallel, "enable_dsa_cache_layer_split"),
         "states divided among the same ranks": has(parallel, "enable_cp_tp_group_sharing"),
     }
