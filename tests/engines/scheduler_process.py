@@ -23,6 +23,7 @@ class Process:
     """A scheduler process of SGLang with its own memory, K and V of a layer, and our manager in it."""
 
     memory: Mapping[str, bool] = {}
+    parallel: Mapping[str, bool] = {}
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Process:
             **{"attn_cp_size": cps, "attn_cp_rank": cp, "attn_tp_size": tps, "attn_tp_rank": tp},
             **{"attn_dcp_size": dcps, "attn_dcp_rank": tp % dcps, "dist_init_addr": None},
             "load_balance_method": "follow_bootstrap_room",
+            **self.parallel,
         }
         disagg = {
             "disaggregation_mode": mode.value,
@@ -77,7 +79,7 @@ class Process:
                         patch.setattr(module, name, lambda values=values: SimpleNamespace(**values))
             patch.setattr(manager, "process_model_config", lambda: model)
             patch.setattr(manager, "_state_form", lambda config: {"state_dtype": "float32", "state_axes": "plain"})
-            patch.setenv(limits.UNTRIED, ",".join((limits.CONTEXT, limits.DCP, limits.UNIFIED)))
+            patch.setenv(limits.UNTRIED, ",".join((limits.CONTEXT, limits.DCP, limits.UNIFIED, "dsa")))
             self.manager: Any = KvGrpcManager(self._args(), mode, None, mla)
 
     def _args(self) -> Any:

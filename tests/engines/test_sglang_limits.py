@@ -270,26 +270,59 @@ def test_decode_context_parallel_ranks_that_have_all_of_something_are_refused_by
         limits.check_supported(SimpleNamespace(**{**vars(kv_args()), **beside}), latents=True)
 
 
-@pytest.mark.parametrize(
-    ("parallel", "says"),
-    [
-        ({"enable_dsa_cache_layer_split": True}, "--enable-dsa-cache-layer-split"),
-        ({"enable_cp_tp_group_sharing": True}, "states divided among the same ranks"),
-    ],
-)
 def test_context_parallel_ranks_of_which_each_hands_over_a_part_are_refused(
-    settings: dict[str, dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    parallel: dict[str, Any],
-    says: str,
+    settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings["disagg"]["disaggregation_mode"] = "prefill"
-    settings["parallel"].update(parallel)
+    settings["parallel"]["enable_cp_tp_group_sharing"] = True
     monkeypatch.setenv(limits.UNTRIED, limits.CONTEXT)
     limits.check_supported(kv_args())
     settings["parallel"]["attn_cp_size"] = 2
-    with pytest.raises(FeatureDisabled, match=f"--attn-cp-size 2 with {says}: .*the first hands over all; use --a"):
+    with pytest.raises(FeatureDisabled, match=r"with states divided among the same ranks: .*hands over all; use --a"):
         limits.check_supported(kv_args())
+
+
+# Of a context parallel rank that has two layers of latents, and the index keys of the first, as SGLang describes it.
+LAYERS_OF_A_RANK: dict[str, Any] = {
+    "state_types": [StateType.DSA],
+    "kv_item_lens": [64] * 2,
+    "state_item_lens": [[16, 0]],
+}
+
+
+def test_context_parallel_ranks_with_some_layers_each_are_served_to_who_asks_for_it_by_name(
+    settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings["disagg"]["disaggregation_mode"] = "prefill"
+    settings["parallel"] |= {"attn_cp_size": 2, "enable_dsa_cache_layer_split": True}
+    monkeypatch.setenv(limits.UNTRIED, "dsa")
+    with pytest.raises(FeatureDisabled, match=r"--attn-cp-size 2: .*never run.*KVGRPC_UNTRIED=context"):
+        limits.check_supported(SimpleNamespace(**LAYERS_OF_A_RANK), latents=True)
+    monkeypatch.setenv(limits.UNTRIED, f"dsa,{limits.CONTEXT}")
+    limits.check_supported(SimpleNamespace(**LAYERS_OF_A_RANK), latents=True)
+
+
+@pytest.mark.parametrize(
+    ("where", "changed"),
+    [
+        ("spec", {"speculative_algorithm": "EAGLE"}),
+        ("args", {"state_types": []}),
+        ("args", {"state_types": [StateType.DSA, StateType.DSA_TAIL], "state_item_lens": [[16, 0], [8, 8]]}),
+        ("args", {"state_item_lens": [[0, 0]]}),
+        ("args", {"state_item_lens": [[16]]}),
+    ],
+    ids=["drafts", "no states", "other states", "no layers", "other layers"],
+)
+def test_context_parallel_ranks_with_some_layers_of_what_sglang_does_not_say_are_refused(
+    settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, where: str, changed: dict[str, Any]
+) -> None:
+    settings["disagg"]["disaggregation_mode"] = "prefill"
+    settings["parallel"] |= {"attn_cp_size": 2, "enable_dsa_cache_layer_split": True}
+    monkeypatch.setenv(limits.UNTRIED, f"dsa,dsa_tail,{limits.CONTEXT},{limits.SPECULATIVE}")
+    given = dict(LAYERS_OF_A_RANK)
+    (given if where == "args" else settings[where]).update(changed)
+    with pytest.raises(FeatureDisabled, match=r"--enable-dsa-cache-layer-split with .*; leave it out"):
+        limits.check_supported(SimpleNamespace(**given), latents=True)
 
 
 @pytest.mark.parametrize("latents", [False, True])

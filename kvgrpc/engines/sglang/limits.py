@@ -45,7 +45,6 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
     algorithm = has(get_spec(), "speculative_algorithm", "")
     beside = "states besides the KV cache" if states else "latents" if latents else ""
     drafts_as_run = algorithm in ("EAGLE", "EAGLE3") and not beside and not has(get_spec(), "enable_multi_layer_eagle")
-    parted = _parted()
     dcp = has(parallel, "attn_dcp_size", 1)
     is_unified = has(get_memory(), "enable_unified_memory")
     has_other_states = any(kind_of(state) != STATE_A_REQUEST for state in states)
@@ -149,8 +148,14 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
             "use --attn-cp-size 1 there",
         ),
         (
-            parallel.attn_cp_size > 1 and bool(parted),
-            f"--attn-cp-size {parallel.attn_cp_size} with {', '.join(parted)}",
+            divides_layers() and (bool(algorithm) or not _has_layers_of_a_split(kv_args)),
+            "--enable-dsa-cache-layer-split with drafts, other states than dsa, or a rank that has no layers of dsa",
+            "each rank hands over its layers of latents and of dsa, and has all layers of what else there is",
+            "leave it out",
+        ),
+        (
+            parallel.attn_cp_size > 1 and has(parallel, "enable_cp_tp_group_sharing"),
+            f"--attn-cp-size {parallel.attn_cp_size} with states divided among the same ranks",
             "each of these ranks then hands over a part of a request, and with kvgrpc the first hands over all",
             "use --attn-cp-size 1",
         ),
@@ -293,14 +298,18 @@ def _layers_of_a_stage(kv_args: Any) -> tuple[bool, list[str]]:
     return are_numbered, [kind for kind, holds in zip(("kv", *kinds), held, strict=True) if not holds]
 
 
-def _parted() -> list[str]:
-    """Reasons why each context parallel rank of this prefill would hand over a part; without one all have all pages."""
+def divides_layers() -> bool:
+    """True if each context parallel rank of this prefill has some layers of the model."""
     parallel = get_parallel()
-    reasons = {
-        "--enable-dsa-cache-layer-split": has(parallel, "enable_dsa_cache_layer_split"),
-        "states divided among the same ranks": has(parallel, "enable_cp_tp_group_sharing"),
-    }
-    return [reason for reason, holds in reasons.items() if holds]
+    return bool(parallel.attn_cp_size > 1 and has(parallel, "enable_dsa_cache_layer_split"))
+
+
+def _has_layers_of_a_split(kv_args: Any) -> bool:
+    """True if a rank has latents and index keys of the same layers, of some of which only latents, and nothing else."""
+    if [kind_of(state) for state in getattr(kv_args, "state_types", ())] != ["dsa"]:
+        return False
+    (keys,) = kv_args.state_item_lens
+    return any(keys) and len(keys) == len(kv_args.kv_item_lens)
 
 
 def _asked_for() -> set[str]:

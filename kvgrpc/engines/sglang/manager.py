@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.disaggregation.base.conn import BaseKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -18,7 +18,15 @@ from kvgrpc.engines.addresses import bracketed, loopback_for
 from kvgrpc.engines.compatibility import SGLANG, check
 from kvgrpc.engines.identity import MODEL_NAME, identity
 from kvgrpc.engines.sglang.held import RoomsAwaitingRelease
-from kvgrpc.engines.sglang.limits import check_supported, features_of, has, has_unified_pools, is_set, page_layout
+from kvgrpc.engines.sglang.limits import (
+    check_supported,
+    divides_layers,
+    features_of,
+    has,
+    has_unified_pools,
+    is_set,
+    page_layout,
+)
 from kvgrpc.engines.sglang.rank import (
     STATE_A_REQUEST,
     SchedulerProcess,
@@ -61,16 +69,16 @@ class KvGrpcManager(BaseKVManager):
         latents = bool(is_mla_backend) or bool(getattr(args, "is_hybrid_mla_backend", False))
         check_supported(args, latents)
         check(SGLANG, *features_of(args, latents))
-        # SGLang's word: of prefill's context parallel (CP) ranks it counts the bytes of the first, which sends.
-        self.is_dummy_cp_rank = role is Role.PREFILL and get_parallel().attn_cp_rank > 0
         place = _place(role, args, latents)
+        # SGLang's word: of prefill's context parallel (CP) ranks it counts the bytes of the first, which sends.
+        self.is_dummy_cp_rank = role is Role.PREFILL and place.cp > 0
         # That a page number stands for: of decode context parallel (DCP) ranks each has some of them.
         self.page_tokens = args.page_size * place.dcp_size
         self.rank = open_rank(rank_config(args, place, _shared_plane(place.local_ip)))
         # A PrefillManager or a DecodeManager, as the class that SGLang makes on this one expects.
         self.transfer: Any = self.rank.transfer
         # Of prefill's pipeline; None without one.
-        self.stages = _stages(self.transfer) if role is Role.PREFILL and place.layout.pp > 1 else None
+        self.stages = _stages(self.transfer) if role is Role.PREFILL and get_parallel().pp_size > 1 else None
 
     def register_to_bootstrap(self) -> None:
         """The rank registers itself, and again whenever its registry was restarted."""
@@ -124,11 +132,12 @@ def _place(role: Role, kv_args: Any, mla: bool) -> SchedulerProcess:
     attention_dp = parallel.attn_dp_size > 1
     head = NetworkAddress.parse(parallel.dist_init_addr).resolved().host if parallel.dist_init_addr else serving.host
     dp_size = parallel.attn_dp_size if attention_dp else parallel.dp_size
+    pp, cp, tp = _axes()
     return SchedulerProcess(
         role=role,
-        layout=Layout(dp=dp_size, pp=parallel.pp_size, cp=parallel.attn_cp_size, tp=parallel.attn_tp_size),
+        layout=Layout(dp=dp_size, pp=pp.size, cp=cp.size, tp=tp.size),
         dp=parallel.attn_dp_rank if attention_dp else parallel.dp_rank or 0,
-        tp=parallel.attn_tp_rank,
+        tp=tp.rank,
         host=serving.host,
         local_ip=get_local_ip_auto(loopback_for(serving.host)),
         port=disagg.disaggregation_bootstrap_port if role is Role.PREFILL else serving.port,
@@ -138,14 +147,30 @@ def _place(role: Role, kv_args: Any, mla: bool) -> SchedulerProcess:
         model=identity(model.model_path, model.revision, kv_args.kv_cache_dtype_str, model.dtype, mla, name),
         kv_heads=0 if mla else model.get_total_num_kv_heads(),
         page_layout=page_layout(),
-        pp=parallel.pp_rank,
-        cp=parallel.attn_cp_rank,
+        pp=pp.rank,
+        cp=cp.rank,
         has_unified_memory=has_unified_pools(kv_args),
         dcp=has(parallel, "attn_dcp_rank", 0),
         dcp_size=has(parallel, "attn_dcp_size", 1),
         first_layer=_first_layer(kv_args, model.num_hidden_layers),
         **(_state_form(model.hf_config) if STATE_A_REQUEST in state_names(kv_args) else {}),
     )
+
+
+class _Axis(NamedTuple):
+    rank: int
+    size: int
+
+
+def _axes() -> tuple[_Axis, _Axis, _Axis]:
+    """Returns where this process is along pp, cp and tp, as far as its cache goes.
+
+    Context parallel ranks that have some layers each hand them over as pipeline stages do; SGLang has no others then.
+    """
+    parallel = get_parallel()
+    pp, cp = _Axis(parallel.pp_rank, parallel.pp_size), _Axis(parallel.attn_cp_rank, parallel.attn_cp_size)
+    tp = _Axis(parallel.attn_tp_rank, parallel.attn_tp_size)
+    return (cp, _Axis(0, 1), tp) if divides_layers() else (pp, cp, tp)
 
 
 def _state_form(config: Any) -> dict[str, str]:
@@ -162,7 +187,7 @@ def _state_form(config: Any) -> dict[str, str]:
 def _first_layer(kv_args: Any, layers: int) -> int:
     """The first layer of this pipeline stage. Prefill is told; decode counts as SGLang does."""
     parallel = get_parallel()
-    if parallel.pp_size == 1:
+    if parallel.pp_size == 1 and not divides_layers():
         return 0
     told = getattr(kv_args, "prefill_start_layer", None)
     return int(get_pp_indices(layers, parallel.pp_rank, parallel.pp_size)[0] if told is None else told)

@@ -31,7 +31,8 @@ class SchedulerProcess:
     ``engine_selects_dp``: its dp controller gives requests to other dp ranks than room % dp.
     ``kv_heads``: of the whole model; 0: MLA, each rank holds all. ``page_layout``: SGLang's word for the order
     of tokens and heads in a page. ``pp`` and ``first_layer``: its pipeline stage, and where that begins in the model.
-    ``cp``: which of prefill's context parallel ranks, all of which have all pages. ``dcp`` of ``dcp_size``: which of
+    ``cp``: which of prefill's context parallel ranks, all of which have all pages; those that have some layers each are
+    stages. ``dcp`` of ``dcp_size``: which of
     the decode context parallel (DCP) ranks, to which the tokens of a page number are dealt out.
     ``state_dtype`` and ``state_axes``: torch's names for what a state a request is made of, and a word for the order of
     its bytes; "" where the model has none.
@@ -130,7 +131,7 @@ def pools(kv_args: Any, place: SchedulerProcess) -> tuple[Pool, ...]:
         else:
             is_request = kind_of(kv_args.state_types[state]) == STATE_A_REQUEST
             dtype, axes = (place.state_dtype, place.state_axes) if is_request else ("", "")
-            own_names = states_of(len(own.items), layers)
+            own_names = states_of(len(own.items), layers, place.first_layer)
             found.append(_states(name, own, own_names, dtype or _cache_dtype(kv_args, place), axes, kv_args, place))
     return tuple(found)
 
@@ -166,12 +167,12 @@ def _numbered(names: list[tuple[int, str]], layers: Sequence[int]) -> list[tuple
     return [(layer, part) for layer, (_, part) in zip(layers, names, strict=True)] if layers else names
 
 
-def states_of(entries: int, layers: Sequence[int]) -> list[tuple[int, str]]:
-    """Layer and component of each entry: what a layer keeps first, second and so on; the entry itself where ``layers``
-    does not say whose it is."""
+def states_of(entries: int, layers: Sequence[int], first: int = 0) -> list[tuple[int, str]]:
+    """Layer and component of each entry: what a layer keeps first, second and so on; the entry itself, counted from
+    ``first``, where ``layers`` does not say whose it is."""
     seen: Counter[int] = Counter()
     named = []
-    for layer in layers or range(entries):
+    for layer in layers or range(first, first + entries):
         named.append((layer, f"state-{seen[layer]}" if seen[layer] else "state"))
         seen[layer] += 1
     return named
