@@ -24,6 +24,7 @@ class Process:
 
     memory: Mapping[str, bool] = {}
     parallel: Mapping[str, bool] = {}
+    page_bytes, state_bytes = PAGE_BYTES, STATE_BYTES
 
     def __init__(
         self,
@@ -39,8 +40,8 @@ class Process:
         mla: bool = False,
         has_states: bool = False,
     ) -> None:
-        self.states = [np.zeros((REQUESTS, STATE_BYTES), np.uint8)] if has_states else []
-        self.kv = [np.zeros((PAGES, PAGE_BYTES), np.uint8) for _ in range(2)]
+        self.states = [np.zeros((REQUESTS, self.state_bytes), np.uint8)] if has_states else []
+        self.kv = [np.zeros((PAGES, self.page_bytes), np.uint8) for _ in range(2)]
         self.aux = np.zeros((4, 64), np.uint8)
         parallel = {
             **dict.fromkeys(("pp_size", "attn_dp_size", "dp_size"), 1),
@@ -90,10 +91,10 @@ class Process:
             state_types=[StateType.MAMBA] * len(self.states),
             state_data_ptrs=[[array.ctypes.data] for array in self.states],
             state_data_lens=[[array.nbytes] for array in self.states],
-            state_item_lens=[[STATE_BYTES] for _ in self.states],
+            state_item_lens=[[self.state_bytes] for _ in self.states],
             kv_data_ptrs=[array.ctypes.data for array in self.kv],
             kv_data_lens=[array.nbytes for array in self.kv],
-            kv_item_lens=[PAGE_BYTES] * len(self.kv),
+            kv_item_lens=[self.page_bytes] * len(self.kv),
             aux_data_ptrs=[self.aux.ctypes.data],
             aux_data_lens=[self.aux.nbytes],
             aux_item_lens=[self.aux.shape[1]],

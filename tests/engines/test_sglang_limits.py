@@ -270,18 +270,6 @@ def test_decode_context_parallel_ranks_that_have_all_of_something_are_refused_by
         limits.check_supported(SimpleNamespace(**{**vars(kv_args()), **beside}), latents=True)
 
 
-def test_context_parallel_ranks_of_which_each_hands_over_a_part_are_refused(
-    settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings["disagg"]["disaggregation_mode"] = "prefill"
-    settings["parallel"]["enable_cp_tp_group_sharing"] = True
-    monkeypatch.setenv(limits.UNTRIED, limits.CONTEXT)
-    limits.check_supported(kv_args())
-    settings["parallel"]["attn_cp_size"] = 2
-    with pytest.raises(FeatureDisabled, match=r"with states divided among the same ranks: .*hands over all; use --a"):
-        limits.check_supported(kv_args())
-
-
 # Of a context parallel rank that has two layers of latents, and the index keys of the first, as SGLang describes it.
 LAYERS_OF_A_RANK: dict[str, Any] = {
     "state_types": [StateType.DSA],
@@ -323,6 +311,17 @@ def test_context_parallel_ranks_with_some_layers_of_what_sglang_does_not_say_are
     (given if where == "args" else settings[where]).update(changed)
     with pytest.raises(FeatureDisabled, match=r"--enable-dsa-cache-layer-split with .*; leave it out"):
         limits.check_supported(SimpleNamespace(**given), latents=True)
+
+
+def test_context_parallel_ranks_that_divide_the_heads_of_states_are_served_to_who_asks_for_it_by_name(
+    settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings["disagg"]["disaggregation_mode"] = "prefill"
+    settings["parallel"] |= {"attn_cp_size": 2, "enable_cp_tp_group_sharing": True}
+    with pytest.raises(FeatureDisabled, match=r"--attn-cp-size 2: .*never run.*KVGRPC_UNTRIED=context"):
+        limits.check_supported(kv_args(StateType.MAMBA))
+    monkeypatch.setenv(limits.UNTRIED, limits.CONTEXT)
+    limits.check_supported(kv_args(StateType.MAMBA))
 
 
 @pytest.mark.parametrize("latents", [False, True])

@@ -154,13 +154,9 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
             "leave it out",
         ),
         (
-            parallel.attn_cp_size > 1 and has(parallel, "enable_cp_tp_group_sharing"),
-            f"--attn-cp-size {parallel.attn_cp_size} with states divided among the same ranks",
-            "each of these ranks then hands over a part of a request, and with kvgrpc the first hands over all",
-            "use --attn-cp-size 1",
-        ),
-        (
-            parallel.attn_cp_size > 1 and any(kind_of(state) == STATE_A_REQUEST for state in states),
+            parallel.attn_cp_size > 1
+            and not divides_heads_of_states()
+            and any(kind_of(state) == STATE_A_REQUEST for state in states),
             f"--attn-cp-size {parallel.attn_cp_size} with a state a request",
             "layers that keep one see the tokens, or have the heads, of their rank alone: no rank has a request's",
             "use --attn-cp-size 1",
@@ -302,6 +298,11 @@ def divides_layers() -> bool:
     """True if each context parallel rank of this prefill has some layers of the model."""
     parallel = get_parallel()
     return bool(parallel.attn_cp_size > 1 and has(parallel, "enable_dsa_cache_layer_split"))
+
+
+def divides_heads_of_states() -> bool:
+    """True if each context parallel rank of this prefill has some heads of a state a request, and all of the rest."""
+    return bool(has(get_parallel(), "enable_cp_tp_group_sharing"))
 
 
 def _has_layers_of_a_split(kv_args: Any) -> bool:

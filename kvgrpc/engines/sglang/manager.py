@@ -20,6 +20,7 @@ from kvgrpc.engines.identity import MODEL_NAME, identity
 from kvgrpc.engines.sglang.held import RoomsAwaitingRelease
 from kvgrpc.engines.sglang.limits import (
     check_supported,
+    divides_heads_of_states,
     divides_layers,
     features_of,
     has,
@@ -149,6 +150,7 @@ def _place(role: Role, kv_args: Any, mla: bool) -> SchedulerProcess:
         page_layout=page_layout(),
         pp=pp.rank,
         cp=cp.rank,
+        has_all_heads=divides_heads_of_states(),
         has_unified_memory=has_unified_pools(kv_args),
         dcp=has(parallel, "attn_dcp_rank", 0),
         dcp_size=has(parallel, "attn_dcp_size", 1),
@@ -165,11 +167,14 @@ class _Axis(NamedTuple):
 def _axes() -> tuple[_Axis, _Axis, _Axis]:
     """Returns where this process is along pp, cp and tp, as far as its cache goes.
 
-    Context parallel ranks that have some layers each hand them over as pipeline stages do; SGLang has no others then.
+    Context parallel ranks that have some layers each hand them over as pipeline stages do, those that have some heads
+    of states each as tensor-parallel ranks do: SGLang has no others then.
     """
     parallel = get_parallel()
     pp, cp = _Axis(parallel.pp_rank, parallel.pp_size), _Axis(parallel.attn_cp_rank, parallel.attn_cp_size)
     tp = _Axis(parallel.attn_tp_rank, parallel.attn_tp_size)
+    if divides_heads_of_states():
+        return pp, _Axis(0, 1), cp
     return (cp, _Axis(0, 1), tp) if divides_layers() else (pp, cp, tp)
 
 

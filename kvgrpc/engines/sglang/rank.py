@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,8 +32,9 @@ class SchedulerProcess:
     ``kv_heads``: of the whole model; 0: MLA, each rank holds all. ``page_layout``: SGLang's word for the order
     of tokens and heads in a page. ``pp`` and ``first_layer``: its pipeline stage, and where that begins in the model.
     ``cp``: which of prefill's context parallel ranks, all of which have all pages; those that have some layers each are
-    stages. ``dcp`` of ``dcp_size``: which of
-    the decode context parallel (DCP) ranks, to which the tokens of a page number are dealt out.
+    stages. ``dcp`` of ``dcp_size``: which of the decode context parallel (DCP) ranks, to which the tokens of a page
+    number are dealt out.
+    ``has_all_heads``: of keys and values, whatever its tensor-parallel size.
     ``state_dtype`` and ``state_axes``: torch's names for what a state a request is made of, and a word for the order of
     its bytes; "" where the model has none.
     """
@@ -56,6 +57,7 @@ class SchedulerProcess:
     cp: int = 0
     dcp: int = 0
     dcp_size: int = 1
+    has_all_heads: bool = False
     has_unified_memory: bool = False
     state_dtype: str = ""
     state_axes: str = ""
@@ -164,18 +166,24 @@ def layers_told(kv_args: Any, state: int | None = None) -> Sequence[int]:
 
 
 def _numbered(names: list[tuple[int, str]], layers: Sequence[int]) -> list[tuple[int, str]]:
-    return [(layer, part) for layer, (_, part) in zip(layers, names, strict=True)] if layers else names
+    return _told_apart((layer, part) for layer, (_, part) in zip(layers, names, strict=True)) if layers else names
 
 
 def states_of(entries: int, layers: Sequence[int], first: int = 0) -> list[tuple[int, str]]:
     """Layer and component of each entry: what a layer keeps first, second and so on; the entry itself, counted from
     ``first``, where ``layers`` does not say whose it is."""
-    seen: Counter[int] = Counter()
-    named = []
-    for layer in layers or range(first, first + entries):
-        named.append((layer, f"state-{seen[layer]}" if seen[layer] else "state"))
-        seen[layer] += 1
-    return named
+    return _told_apart((layer, "state") for layer in layers or range(first, first + entries))
+
+
+def _told_apart(parts: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Of what a layer has twice, as keys and values of drafts beside latents, the second is called "latent-1"."""
+    seen: Counter[tuple[int, str]] = Counter()
+    found = []
+    for layer, part in parts:
+        again = seen[layer, part]
+        seen[layer, part] += 1
+        found.append((layer, f"{part}-{again}" if again else part))
+    return found
 
 
 def state_names(kv_args: Any) -> tuple[str, ...]:
@@ -225,7 +233,7 @@ def _pool(
     place: SchedulerProcess,
 ) -> Pool:
     """One region an entry, in SGLang's order, which both sides share; a page is of ``page_size`` tokens of the rank."""
-    tp = place.layout.tp
+    tp, tps = (0, 1) if place.has_all_heads else (place.tp, place.layout.tp)
     return Pool(
         name=name,
         kind=PoolKind.KV,
@@ -238,8 +246,8 @@ def _pool(
         ),
         axes=_axes(layout, total) if place.dcp_size == 1 else axes_of_shares(place.dcp_size),
         heads_total=total,
-        head_start=place.tp * total // tp if total else place.dcp,
-        head_count=max(total // tp, 1) if total else int(place.dcp_size > 1),
+        head_start=tp * total // tps if total else place.dcp,
+        head_count=max(total // tps, 1) if total else int(place.dcp_size > 1),
         location=_location(kv_args, place),
     )
 

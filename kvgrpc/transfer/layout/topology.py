@@ -300,7 +300,7 @@ def _differences_of_one(
     ours, theirs = shares_as_heads(prefill, decode)
     has_shares = ours is not prefill
     # Without heads these are a share of the tokens, which has to be the same between any sizes.
-    same_heads = not has_shares and (same_tp or not theirs.heads_total)
+    same_heads = not has_shares and (same_tp or not theirs.heads_total) and not _has_heads_of(ours, theirs)
     are_empty = not ours.regions and not theirs.regions
     translated = not sliceable(ours, theirs) and translates(ours, theirs)
     parts = _parts(index, ours, theirs)
@@ -321,6 +321,13 @@ def _differences_of_one(
     if ours.head_count != theirs.head_count and not sliceable(ours, theirs):
         differences[f"{where}.axes"] = (ours.axes, f"{theirs.axes}: must say where heads are")
     return differences | _region_differences(where, ours, theirs, parts)
+
+
+def _has_heads_of(prefill: Pool, decode: Pool) -> bool:
+    """True if prefill's rank has all heads of the model, and so any that decode's may have."""
+    total = decode.heads_total
+    has_all = (prefill.head_start, prefill.head_count) == (0, total)
+    return has_all and decode.head_count > 0 and decode.head_start + decode.head_count <= total
 
 
 def _parts(index: int, prefill: Pool, decode: Pool) -> int:

@@ -41,6 +41,11 @@ def test_a_rank_says_which_heads_it_holds_and_where_they_lie_in_a_page() -> None
     assert pool.axes == "token,head,dim"
 
 
+def test_each_rank_may_hold_all_heads() -> None:
+    pool = rank_config(kv_args(), replace(place(kv_heads=8), has_all_heads=True)).pools[0]
+    assert (pool.heads_total, pool.head_start, pool.head_count) == (8, 0, 8)
+
+
 def test_with_fewer_heads_than_ranks_several_hold_the_same() -> None:
     pool = rank_config(kv_args(), place(kv_heads=2)).pools[0]
     assert (pool.heads_total, pool.head_start, pool.head_count) == (2, 1, 1)
@@ -113,6 +118,21 @@ def test_what_a_layer_keeps_of_a_request_is_told_apart_and_has_the_layers_number
         (0, "state-1", 0x600000),
         (2, "state-1", 0x610000),
     ]
+
+
+def test_keys_and_values_of_a_draft_beside_latents_are_told_apart_where_both_have_the_layers_number() -> None:
+    drafts: dict[str, Any] = {"num_draft_entries": 2, "kv_layer_ids": [3, 7, 8, 8]}
+    (kv,) = rank_config(kv_args(**drafts), place(kv_heads=0)).pools
+    expected = [(3, "latent"), (7, "latent"), (8, "latent"), (8, "latent-1")]
+    assert [(region.layer, region.component) for region in kv.regions] == expected
+
+
+def test_states_without_numbers_of_a_stage_are_counted_from_its_first_layer() -> None:
+    state = {"state_types": ["dsa"], "state_data_ptrs": [[0x500000, 0]]}
+    state |= {"state_data_lens": [[640, 0]], "state_item_lens": [[64, 0]]}
+    kv, states = rank_config(kv_args(**state), replace(place(), first_layer=3)).pools
+    assert [region.layer for region in kv.regions] == [3, 4, 5, 6]
+    assert [region.layer for region in states.regions] == [3]
 
 
 def test_numbers_that_are_not_of_all_entries_number_none() -> None:

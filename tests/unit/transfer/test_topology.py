@@ -254,6 +254,30 @@ def test_half_of_the_heads_cannot_be_taken_from_a_pool_that_does_not_say_where_t
         runs(unsaid, half)
 
 
+def test_a_rank_of_prefill_that_has_all_heads_owes_its_equal_those_that_it_wants() -> None:
+    """As with states that are divided among ranks while keys and values are not."""
+    pool = replace(POOL, axes="token,head,dim")
+    half = tuple(region._replace(page_bytes=region.page_bytes // 2) for region in POOL.regions)
+    for tp in range(2):
+        prefill = replace(PREFILL, rank=RankId("P", tp=tp), layout=Layout(tp=2), pools=(pool,))
+        decode = replace(DECODE, rank=RankId("D", tp=tp), layout=Layout(tp=2))
+        wanted = replace(pool, head_start=4 * tp, head_count=4, regions=half)
+        assert owed_part(prefill, replace(decode, pools=(wanted,))) == Part(2, 2, 4 * tp, 4, True)
+        with pytest.raises(ParallelLayoutMismatch) as caught:
+            owed_part(replace(prefill, pools=(wanted,)), replace(decode, pools=(pool,)))
+        assert "pools[0].head_count" in caught.value.metadata
+        for more in (1, 8):  # of which the model has no more than eight
+            beyond = replace(wanted, head_start=4 + more)
+            with pytest.raises(ParallelLayoutMismatch) as caught:
+                owed_part(prefill, replace(decode, pools=(beyond,)))
+            assert "pools[0].head_start" in caught.value.metadata
+        with pytest.raises(ParallelLayoutMismatch) as caught:
+            owed_part(
+                replace(prefill, pools=(replace(pool, axes=""),)), replace(decode, pools=(replace(wanted, axes=""),))
+            )
+        assert caught.value.metadata["mismatchedFields"] == "pools[0].axes"
+
+
 def test_pools_without_common_heads_have_no_runs() -> None:
     pool = replace(POOL, axes="head,token,dim", head_count=4)
     first, last = replace(pool, head_start=0), replace(pool, head_start=4)
