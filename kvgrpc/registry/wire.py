@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from kvgrpc import wire
 from kvgrpc.errors import InvalidRequest, Violation
-from kvgrpc.model import ENGINE_NAME, MAX_REGIONS, Pool, RankRef, Role, check_pools, check_rank, raise_if
+from kvgrpc.model import ENGINE_NAME, MAX_REGIONS, Layout, Pool, RankRef, Role, check_pools, check_rank, raise_if
 from kvgrpc.registry.addresses import check_advertised, check_events_endpoint
 from kvgrpc.registry.model import (
     AbsentRank,
@@ -143,14 +143,20 @@ def _varint(value: int) -> bytes:
     return bytes(found)
 
 
-def row_from_pb(message: pb.RankRow, pools: PoolCache, path: str = "row") -> RankRow:
-    """Decodes a row that a registry sent; whoever dials its addresses may trust their syntax no further than that."""
+def row_from_pb(message: pb.RankRow, pools: PoolCache | None, path: str = "row") -> RankRow:
+    """Decodes a row that a registry sent; whoever dials its addresses may trust their syntax no further than that.
+    ``pools`` None: the row without its pools."""
+    read = (
+        ()
+        if pools is None
+        else tuple(pools.decode(pool, f"{path}.pools[{index}]") for index, pool in enumerate(message.pools))
+    )
     return RankRow(
         ref=wire.rank_ref_from_pb(message.rank),
         role=wire.role_from_pb(message.role, f"{path}.role"),
         endpoints=Endpoints(message.endpoints.grpc, message.endpoints.events_pub, message.endpoints.cache),
         layout=wire.layout_from_pb(message.layout),
-        pools=tuple(pools.decode(pool, f"{path}.pools[{index}]") for index, pool in enumerate(message.pools)),
+        pools=read,
         data_plane=message.data_plane,
         engine_selects_dp=message.engine_selects_dp,
         model=wire.model_from_pb(message.model),
@@ -226,11 +232,21 @@ def change_to_bytes(engine: bytes, gone: Iterable[RankRef] = ()) -> bytes:
     return joined(pb.EngineChange, "engine", [engine]) + others
 
 
-def engine_from_pb(message: pb.Engine, pools: PoolCache) -> ResolvedEngine:
+def engine_from_pb(message: pb.Engine, pools: PoolCache | None) -> ResolvedEngine:
+    """Decodes an engine that a registry sent; ``pools`` None: without its pools, asked for or not.
+
+    Raises InvalidRequest, also for a layout that no engine has, whose ranks would be counted and divided on an engine's
+    thread, and for more rows, pools or regions than there may be, before any of them is looked at.
+    """
+    layout = wire.layout_from_pb(message.layout)
+    raise_if(_wrong_layout(layout, "engine.layout"))
+    _check_count("engine.rows", len(message.rows), 0, layout.ranks)
+    for index, row in enumerate(message.rows if pools is not None else ()):
+        _check_sizes(row, f"engine.rows[{index}]")
     return ResolvedEngine(
         name=message.name,
         role=wire.role_from_pb(message.role, "engine.role"),
-        layout=wire.layout_from_pb(message.layout),
+        layout=layout,
         ready=message.ready,
         rows=tuple(row_from_pb(row, pools, f"engine.rows[{index}]") for index, row in enumerate(message.rows)),
         registered_ranks=message.registered_ranks,
@@ -298,11 +314,15 @@ def _check_row(row: RankRow, path: str) -> None:
     ]
     if row.pools and not any(pool.regions for pool in row.pools):
         violations.append(Violation(f"{path}.pools[0].regions", "at least one in a pool of the rank", 0))
-    if row.layout.ranks > MAX_ENGINE_RANKS:
-        ranks = row.layout.ranks
-        violations.append(Violation(f"{path}.layout", f"at most {MAX_ENGINE_RANKS} ranks", ranks))
+    violations.extend(_wrong_layout(row.layout, f"{path}.layout"))
     violations.extend(wrong_labels(dict(row.labels), f"{path}.labels"))
     raise_if(violations)
+
+
+def _wrong_layout(layout: Layout, path: str) -> list[Violation]:
+    if 0 < layout.ranks <= MAX_ENGINE_RANKS:
+        return []
+    return [Violation(path, f"1 to {MAX_ENGINE_RANKS} ranks", layout.ranks)]
 
 
 def _check_sizes(message: pb.RankRow, path: str) -> None:

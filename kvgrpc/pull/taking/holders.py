@@ -28,7 +28,7 @@ from kvgrpc.pull.taking.named import say_unknown
 from kvgrpc.pull.taking.silent import SilentHolders
 from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
 from kvgrpc.registry.model import RankRow, ResolvedEngine
-from kvgrpc.registry.wire import PoolCache, engine_from_pb
+from kvgrpc.registry.wire import engine_from_pb
 from kvgrpc.rpc.dialing.channels import ChannelPool
 from kvgrpc.rpc.within import within
 from kvgrpc.transfer.protocol.types import Target
@@ -90,7 +90,6 @@ class Holders:
         self._closed = False
         self._mirror = EngineMirror()
         self._engines: dict[str, ResolvedEngine] = {}
-        self._pools = PoolCache()
         self._known: dict[str, PrefillEngine] = {}
         self.silent = SilentHolders()
         self._index = (
@@ -247,7 +246,7 @@ class Holders:
         if engine is None:
             self._forget_kinds(old)
             return
-        now = self._engines[name] = engine_from_pb(engine, self._pools)
+        now = self._engines[name] = engine_from_pb(engine, None)
         self._forget_kinds(old.keys() - {row.endpoints.grpc for row in now.rows})
         self._say_unlike(now)
         for row in now.rows:

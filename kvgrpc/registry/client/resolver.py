@@ -93,7 +93,7 @@ class Resolver:
         self._channels.trim({pending.address for pending in self._pending})
         with domain_errors(question.address):
             response = await RegistryServiceStub(channel).ResolveRanks(request, timeout=timeout)
-        return wire.engine_from_pb(response.engine, self._pools)
+        return wire.engine_from_pb(response.engine, self._pools if question.with_pools else None)
 
     def forget(self, question: _Question, pending: _Pending) -> None:
         if self._pending.get(question) is pending:
