@@ -15,7 +15,7 @@ import pytest
 from kvgrpc.client import ClientSecurity, SyncClient
 from kvgrpc.errors import EngineNotFound, FeatureDisabled, PermissionDenied, StaleEpoch, TooManyRequests
 from kvgrpc.hashing import page_hashes
-from kvgrpc.model import ModelIdentity, RankRef, Role, Tier
+from kvgrpc.model import MAX_EPOCH, ModelIdentity, RankRef, Role, Tier
 from kvgrpc.prefetch.model import (
     CacheFacts,
     Namespace,
@@ -185,7 +185,11 @@ class AlwaysNewer(MemoryStore):
         raise StaleEpoch("there is a newer one", metadata={"rank": rows[0].ref.rank, "currentEpoch": epoch})
 
 
-@pytest.mark.parametrize("said", ["", "9" * 5000, "9" * 30, "\u00b2"], ids=["an epoch", "digits", "large", "no digit"])
+@pytest.mark.parametrize(
+    "said",
+    ["", "9" * 5000, "9" * 30, "9" * 19, str(MAX_EPOCH), "\u00b2"],
+    ids=["an epoch", "digits", "large", "no epoch", "the last", "no digit"],
+)
 def test_a_registry_that_always_knows_a_newer_incarnation_is_not_asked_without_a_pause(said: str) -> None:
     """The loop that moves hand-offs did little else; and what was no epoch ended the cache's registration for good."""
     store = AlwaysNewer(said)
@@ -198,6 +202,7 @@ def test_a_registry_that_always_knows_a_newer_incarnation_is_not_asked_without_a
         wait_until(lambda: store.asked)
         time.sleep(0.5)  # a while in which it must not be asked often
         assert store.asked <= 2 and LoopThread.shared().healthy
+        assert server.rank.epoch <= MAX_EPOCH, "no registry would take it any more"
     finally:
         server.close()
         registry.close()

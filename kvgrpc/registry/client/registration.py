@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 import grpc
 
 from kvgrpc.errors import InvalidRequest, KvGrpcError, PeerUnreachable, StaleEpoch, StoreUnavailable
-from kvgrpc.model import RankRef
+from kvgrpc.model import MAX_EPOCH, RankRef
 from kvgrpc.observability.logging import one_line
 from kvgrpc.registry import wire
 from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
@@ -39,8 +39,7 @@ SHORTEST_TTL, LONGEST_TTL = 0.3, 600.0
 
 _KeepAliveCall = grpc.aio.StreamStreamCall[pb.KeepAliveRequest, pb.KeepAliveResponse]
 
-# Of one that fits into a RankRef.
-_EPOCH_DIGITS = 19
+_EPOCH_DIGITS = len(str(MAX_EPOCH))
 _log = logging.getLogger(__name__)
 
 
@@ -294,9 +293,11 @@ class Registration:
 
 
 def newer_epoch(error: KvGrpcError) -> int | None:
-    """The epoch of a newer incarnation, where a registry that refused a row names one."""
+    """The epoch of the newer incarnation that a registry named when it refused a row; None too for one that no epoch
+    can follow."""
     text = error.metadata.get("currentEpoch", "")
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= _EPOCH_DIGITS else None
+    epoch = int(text) if text.isascii() and text.isdigit() and len(text) <= _EPOCH_DIGITS else 0
+    return epoch if 0 < epoch < MAX_EPOCH else None
 
 
 def _ttl(response: pb.RegisterResponse | pb.KeepAliveResponse) -> float:
