@@ -81,6 +81,7 @@ def test_one_rank_sends_what_both_have_and_both_succeed(
         expected[[4, 8, 6]] = mine[[1, 2, 3]]
         assert np.array_equal(its, expected)
     assert np.array_equal(theirs.aux[2], ours.aux[1])
+    assert senders[0].get_transfer_metric().transfer_total_bytes == 2 * 3 * PAGE_BYTES
     for sender in senders:
         sender.clear()
     assert agreed(senders) is KVPoll.Success
@@ -242,6 +243,8 @@ def test_a_state_a_request_goes_from_each_rank_to_its_equal(divided: Divided) ->
         expected = np.zeros_like(theirs.states[0])
         expected[4] = ours.states[0][5]
         assert np.array_equal(theirs.states[0], expected)
+    told = [sender.get_transfer_metric().transfer_total_bytes for sender in senders]
+    assert told == [2 * count * PAGE_BYTES + STATE_BYTES] * len(senders), "what SGLang's metrics say"
 
 
 @pytest.mark.parametrize("divided", [EQUAL], ids=["2 to 2"], indirect=True)

@@ -60,8 +60,9 @@ class KvGrpcManager(BaseKVManager):
         self.kv_args = args
         self.prefill_info_table = EveryPrefill()
         self.external_registry = external_registry()
-        self.page_bytes = sum(args.kv_item_lens)
         self._state_names = state_names(args)
+        states = args.state_item_lens if self._state_names else ()
+        self._page_bytes = dict(zip(("kv", *self._state_names), map(sum, (args.kv_item_lens, *states)), strict=True))
         self._held = RoomsAwaitingRelease()
         # Of the room whose sender or receiver SGLang is about to make; see samples.py.
         self.attempt = 0
@@ -87,6 +88,12 @@ class KvGrpcManager(BaseKVManager):
     def pages_of_pools(self, kv: Any, states: Sequence[Any] | None) -> Any:
         """Pages as our ends take them. ``states``: of the pools besides the KV cache; None before the last chunk."""
         return pages_of_pools(self._state_names, kv, states)
+
+    def bytes_of(self, pages: Any) -> int:
+        """Of pages as ``pages_of_pools`` gives them, in all layers."""
+        if not self._state_names:
+            return len(pages) * self._page_bytes["kv"]
+        return sum(len(numbers) * self._page_bytes[name] for name, numbers in pages.items())
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Always known; see EveryPrefill."""

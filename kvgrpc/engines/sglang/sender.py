@@ -31,7 +31,7 @@ class KvGrpcSender(BaseKVSender):
         self._stages = mgr.stages
         if self._stages is not None:
             self._stages.add(self._sender)
-        self._pages_sent = 0
+        self._bytes_sent = 0
         # SGLang sets a CUDA event here when the pages of the next send are still being computed.
         self._early_send_wait_event: Any = None
 
@@ -64,8 +64,8 @@ class KvGrpcSender(BaseKVSender):
         ``state_indices``: with the last ones, pages of the sliding window.
         """
         event, self._early_send_wait_event = self._early_send_wait_event, None
-        self._pages_sent += len(kv_indices)
         pages = self.kv_mgr.pages_of_pools(kv_indices, state_indices)
+        self._bytes_sent += self.kv_mgr.bytes_of(pages)
         self._sender.send(pages, wait=None if event is None else event.synchronize)
 
     def failure_exception(self) -> None:
@@ -84,7 +84,7 @@ class KvGrpcSender(BaseKVSender):
         self._forget()
 
     def get_transfer_metric(self) -> KVTransferMetric:
-        return KVTransferMetric(transfer_total_bytes=self._pages_sent * self.kv_mgr.page_bytes)
+        return KVTransferMetric(transfer_total_bytes=self._bytes_sent)
 
     def _forget(self) -> None:
         """SGLang has given the room up in all stages, or does so now."""
