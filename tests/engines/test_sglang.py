@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.client import SyncClient
-from kvgrpc.v1 import common_pb2
+from kvgrpc.v1 import common_pb2, transfer_service_pb2
 from tests.engines.engine import PAGE, Pair, Request
 from tests.engines.model import Case, Reference
-from tests.engines.stages import check_unseen
+from tests.engines.stages import MOST_TRIES, Asked, check_unseen, is_over, wait_for
 
 pytestmark = pytest.mark.timeout(220)
 FAKE_HOST = "2.2.2.2"
@@ -38,6 +38,24 @@ def test_the_engines_logs_say_where_their_ranks_are(pair: Pair) -> None:
         (address,) = re.findall(rf"{role} rank \S+ listens on (\S+), ", engine.log())
         with SyncClient(address) as client:
             assert client.get_rank().role == common_pb2.Role.Value(f"ROLE_{role.upper()}")
+
+
+def test_chunks_of_a_prompt_go_while_the_rest_is_computed(pair: Pair, reference: Reference) -> None:
+    """Seen in prefill's room, which may be over before anybody looks: then with another prompt."""
+    done = set[int]()
+
+    def look(room: transfer_service_pb2.Room) -> bool:
+        done.update(part.pages_done for part in room.parts if part.pages_done < room.pages)
+        return is_over(room)
+
+    for _ in range(MOST_TRIES):
+        case, room = reference.case(400), pair.room()
+        prefill, decode = pair.submit_unseen(case.prompt, len(case.tokens), room)
+        wait_for(pair.prefill, room, look, decode)
+        assert (prefill.result(), decode.result()) == (case.tokens[:1], case.tokens)
+        if done - {0}:
+            return
+    raise AssertionError(f"all pages came at once\n{pair.prefill.log_tail()}")
 
 
 def test_decode_takes_only_what_it_does_not_hold(pair: Pair, reference: Reference) -> None:
@@ -80,6 +98,25 @@ def test_room_zero_is_refused_with_a_reason(pair: Pair, reference: Reference) ->
     for request in pair.submit(reference.case(20).prompt, 8, 0):
         reason = request.failure(5)
         assert "INVALID_REQUEST" in reason and "1 to 2^63-1" in reason
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_client_that_gives_up_at_one_side_ends_the_request_at_the_other_with_the_reason(
+    pair: Pair, reference: Reference, side: str
+) -> None:
+    """Asked at the other side only then: what is heard is what was left behind."""
+    asked = Asked(pair, reference.case(100), pair.room())
+    if side == "prefill":
+        given_up = asked.ask_prefill()
+        wait_for(pair.prefill, asked.number, lambda found: found.local_handle)
+    else:
+        given_up = asked.ask_decode()
+        wait_for(pair.prefill, asked.number, lambda found: found.pages > 0)
+    given_up.engine.abort(given_up)
+    assert given_up.wait() and given_up.error is not None
+    other = asked.ask_decode() if side == "prefill" else asked.ask_prefill()
+    assert "ROOM_CANCELLED" in other.failure()
+    assert pair.prefill.is_empty() and pair.decode.is_empty()
 
 
 def test_warm_up_requests_pass_by(pair: Pair, reference: Reference) -> None:

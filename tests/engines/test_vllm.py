@@ -155,6 +155,7 @@ def test_a_prefill_whose_decode_was_given_up_gives_its_pages_back(pair: VllmPair
     waiting.failure(5)
     assert pair.prefill.generate(case.prompt, 1, **pair.at_prefill(room)).result() == case.tokens[:1]
     assert pair.prefill.is_empty() and pair.decode.is_empty()
+    assert f"room {pair.number_of(room)}: ROOM_CANCELLED" in pair.prefill.reason()
 
 
 def test_two_hundred_requests_with_random_cancels_leave_both_pools_empty(pair: VllmPair, reference: Reference) -> None:
