@@ -92,7 +92,8 @@ def _parts(pool: Pool) -> Mapping[tuple[int, str], _Part]:
     """By layer and "k" or "v"; empty for a pool that does not say where they are."""
     axes = [axis.strip() for axis in pool.axes.split(",")]
     sizes = {KV: 2, TOKEN: pool.page_tokens, HEAD: pool.head_count}
-    if axes[-1] != DIM or set(axes[:-1]) - {KV} != {TOKEN, HEAD} or len(set(axes)) < len(axes) or not pool.head_count:
+    says = axes[-1] == DIM and set(axes[:-1]) - {KV} == {TOKEN, HEAD} and len(set(axes)) == len(axes)
+    if not says or not all(sizes.values()):
         return {}
     found = {}
     for region in pool.regions:

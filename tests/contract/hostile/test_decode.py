@@ -368,6 +368,15 @@ class TestFramesOfDecode:
         assert refused.reason is Reason.PARALLEL_LAYOUT_MISMATCH
         assert "pools[0].layers" in refused.metadata["mismatchedFields"]
 
+    def test_pages_of_no_tokens_that_say_where_their_tokens_are_are_refused(self, dial: Dial, memory: Memory) -> None:
+        """How many bytes a token has was divided by zero: INTERNAL, and a bug in the log."""
+        states = pool_to_pb(memory.pool)
+        states.MergeFrom(common_pb2.PagePool(kind=common_pb2.POOL_KIND_STATE, axes="token,head,dim", head_count=1))
+        states.page_tokens = 0
+        refused = dial().refused(pools=[states])
+        assert refused.reason is Reason.PARALLEL_LAYOUT_MISMATCH
+        assert "pools[0].page_tokens" in refused.metadata["mismatchedFields"]
+
     def test_a_giant_hello_is_refused_at_once(self, dial: Dial) -> None:
         pools = [common_pb2.PagePool(name=str(number), kind=common_pb2.POOL_KIND_KV) for number in range(50_000)]
         regions = common_pb2.PagePool(
