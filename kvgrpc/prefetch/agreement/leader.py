@@ -274,7 +274,8 @@ class _Stream:
         self._loop.call_soon_threadsafe(self._wake.set)
 
     def end(self) -> None:
-        self._ended = True
+        with self._lock:
+            self._ended = True
         self._loop.call_soon_threadsafe(self._wake.set)
 
     def check(self) -> None:
