@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 
+from kvgrpc.engines.sglang.cache import served
+from kvgrpc.engines.sglang.cache.hooks import Desk
 from kvgrpc.engines.sglang.cache.orders import CacheOrder, OrderKind, Told
 from kvgrpc.engines.sglang.cache.outcomes import BroughtPages
+from kvgrpc.engines.sglang.cache.served import SglangCache
 from kvgrpc.engines.sglang.cache.tree import TreeOrders
-from kvgrpc.prefetch.model import OperationState, Stop
+from kvgrpc.errors import PeerUnreachable, StorageFailed
+from kvgrpc.model import RankId, RankRef
+from kvgrpc.prefetch.model import Namespace, OperationState, PrefetchLimits, Stop
 from tests.engines.host_pools import PAGE
 
 PROMPT = 4 * PAGE
@@ -157,3 +162,99 @@ class TestOrdersOnATree:
         assert told[-1] == Told("a", state, stop, hit=PAGE) and len(tree.terminated) == 1
         orders.do(CacheOrder(OrderKind.CUT, "a", stop=stop))
         assert told[-1] == Told("a", state, stop) and len(told) == 3, "ended once, and not known any more"
+
+
+class CountedTree(Tree):
+    """The same, with pools of which the device has ``device`` tokens; ``counted``: how often they were asked."""
+
+    def __init__(self, device: int = PROMPT) -> None:
+        super().__init__()
+        self.counted = 0
+        self.token_to_kv_pool_allocator = SimpleNamespace(size=device, available_size=lambda: device)
+        host = SimpleNamespace(size=device, available_size=lambda: device)
+        self.cache_controller = SimpleNamespace(mem_pool_host=host, prefetch_tokens_occupied=0)
+
+    def full_evictable_size(self) -> int:
+        self.counted += 1
+        return 0
+
+    def full_protected_size(self) -> int:
+        return 0
+
+
+def desk_of(tree: Tree) -> Desk:
+    """As it is opened at a leading rank."""
+    desk = Desk(tree)
+    desk.cache = SglangCache(
+        RankRef(RankId("engine"), 1),
+        Namespace("model", "bfloat16", "page_first", PAGE),
+        PrefetchLimits(threshold_tokens=PAGE),
+        desk.questions,
+        desk.count,
+        lambda: None,
+        page_bytes=1000,
+        write_policy="write_through",
+    )
+    return desk
+
+
+class TestDesk:
+    def test_whoever_asks_a_scheduler_that_hangs_for_its_counts_leaves_nothing_more_behind(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tree = CountedTree()
+        desk = desk_of(tree)
+        assert desk.cache is not None
+        monkeypatch.setattr(served, "_STEP_SECONDS", 0.001)
+        for _ in range(20):
+            with pytest.raises(PeerUnreachable, match="took no step"):
+                desk.cache.use()
+        assert tree.counted == 0
+        last = desk.count()
+        for _ in range(2):
+            desk.step()
+        assert tree.counted == 1 and last.result(0).device == PROMPT, "one answer for all who asked"
+        asked = desk.count()
+        desk.step()
+        assert tree.counted == 2 and asked.done(), "who asks later hears of a later step"
+
+    def test_who_asks_hears_what_went_wrong_with_the_counts(self) -> None:
+        tree = CountedTree()
+        desk = desk_of(tree)
+        del tree.token_to_kv_pool_allocator
+        asked = desk.count()
+        desk.step()
+        with pytest.raises(StorageFailed, match="token_to_kv_pool_allocator"):
+            asked.result(0)
+
+    def test_counts_are_told_where_orders_cannot_be_looked_after(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        tree = CountedTree()
+        desk = desk_of(tree)
+        monkeypatch.setattr(desk.orders, "look_after", _broken)
+        asked = desk.count()
+        desk.step()
+        assert asked.result(0).device == PROMPT
+
+    @pytest.mark.parametrize("what", ["take", "step"])
+    def test_an_error_of_each_step_is_a_few_lines_in_the_log(
+        self, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        desk = desk_of(CountedTree())
+        monkeypatch.setattr(desk.orders, "look_after", _broken)
+        monkeypatch.setattr(desk.cache, "take", _broken)
+        for _ in range(100):
+            getattr(desk, what)()
+        lines = [record.getMessage() for record in caplog.records]
+        assert 1 <= len(lines) <= 5 and all("in this step: it is broken" in line for line in lines)
+
+    def test_so_is_one_of_each_answer(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        desk = desk_of(CountedTree())
+        monkeypatch.setattr(desk.cache, "told", _broken)
+        for number in range(100):
+            desk.do([CacheOrder(OrderKind.CUT, str(number), stop=Stop.CANCELLED)])
+        lines = [record.getMessage() for record in caplog.records]
+        assert 1 <= len(lines) <= 5 and all("nobody was told of order" in line for line in lines)
+
+
+def _broken(*arguments: Any) -> Any:
+    raise RuntimeError("it is broken")

@@ -12,12 +12,13 @@ import contextlib
 import logging
 import os
 import select
-from collections import deque
+import threading
 from typing import Any
 
 from kvgrpc.engines.sglang.cache.orders import TOKENS_OF_A_STEP, CacheOrder, OrderQueue, Told
 from kvgrpc.engines.sglang.cache.outcomes import BroughtPages
 from kvgrpc.engines.sglang.cache.served import SglangCache, TreeCounts
+from kvgrpc.errors import StorageFailed
 from kvgrpc.observability.logging import RateLimited, one_line
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,9 @@ class Desk:
         self._tree = tree
         self._lines = RateLimited(logger)
         self._wakes = wakes
-        self._counting: deque[concurrent.futures.Future[TreeCounts]] = deque()
+        self._lock = threading.Lock()
+        # Who asks before the next step: all wait for one answer, however long a scheduler that hangs takes no step.
+        self._counting: concurrent.futures.Future[TreeCounts] | None = None
 
     @classmethod
     def open(cls, scheduler: Any, listen: str) -> Desk:
@@ -107,7 +110,7 @@ class Desk:
             if self.outcomes is not None:
                 orders += self.outcomes.questions()
         except Exception as error:
-            logger.error("kvgrpc: orders were not taken in this step: %s", error, exc_info=error)
+            self._lines.exception("take", f"kvgrpc: orders were not taken in this step: {one_line(str(error))}")
         return orders
 
     def do(self, orders: list[CacheOrder]) -> None:
@@ -126,27 +129,39 @@ class Desk:
         """SGLang's tree has taken what its threads had done."""
         try:
             self.orders.look_after()
-            while self._counting:
-                future = self._counting.popleft()
-                if future.set_running_or_notify_cancel():
-                    future.set_result(self._count_pages())
         except Exception as error:
-            logger.error("kvgrpc: orders were not looked after in this step: %s", error, exc_info=error)
+            self._lines.exception("step", f"kvgrpc: orders were not looked after in this step: {one_line(str(error))}")
+        with self._lock:
+            asked, self._counting = self._counting, None
+        if asked is not None:
+            self._answer(asked)
 
     def count(self) -> concurrent.futures.Future[TreeCounts]:
-        """From any thread: the counts of the next step."""
-        future: concurrent.futures.Future[TreeCounts] = concurrent.futures.Future()
-        self._counting.append(future)
+        """From any thread: the counts of the next step, or StorageFailed. One future for all who ask before it; nobody
+        cancels it."""
+        with self._lock:
+            asked = self._counting = self._counting or concurrent.futures.Future()
         if self._wakes is not None:
             self._wakes.wake()
-        return future
+        return asked
+
+    def _answer(self, asked: concurrent.futures.Future[TreeCounts]) -> None:
+        try:
+            counts = self._count_pages()
+        except Exception as error:
+            text = one_line(f"{type(error).__name__}: {error}")
+            self._lines.exception("count", f"kvgrpc: SGLang's pools do not tell their counts: {text}")
+            asked.set_exception(StorageFailed(text, metadata={"backend": "sglang", "status": "FAILED"}))
+        else:
+            asked.set_result(counts)
 
     def _tell(self, told: Told) -> None:
         if self.cache is not None:
             try:
                 self.cache.told(told)
             except Exception as error:
-                logger.error("kvgrpc: nobody was told of order %s: %s", told.number, error, exc_info=error)
+                text = one_line(f"{told.number}: {error}")
+                self._lines.exception("tell", f"kvgrpc: nobody was told of order {text}")
 
     def _came_of(self, number: str, used: int, lost: int) -> None:
         try:

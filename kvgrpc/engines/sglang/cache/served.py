@@ -185,7 +185,7 @@ class SglangCache:
                 self._pins.setdefault(number, until)
 
     def use(self) -> list[TierUse]:
-        """Raises PeerUnreachable where the scheduler takes no step."""
+        """Raises PeerUnreachable where the scheduler takes no step, StorageFailed where its pools tell nothing."""
         counts = self._counts = self._wait(self._count(), _STEP_SECONDS)
         pages, page_bytes = self._pages, self._page_bytes
         device = {"evictable": pages(counts.device_evictable), "protected": pages(counts.device_protected)}
