@@ -28,6 +28,7 @@ _TREE = f"{_SGLANG}.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _CORE = f"{_SGLANG}.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface"
 _SCHEDULER_OF_STAGES = f"{_SGLANG}.managers.scheduler_pp_mixin.SchedulerPPMixin"
 _RECEIVER = f"{_SGLANG}.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
+_CONTROLLER = f"{_SGLANG}.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 _CONNECTOR = f"{_VLLM}.base.KVConnectorBase_V1"
 _SPECS = "vllm.v1.kv_cache_interface"
 _OFFLOAD = "vllm.v1.kv_offload"
@@ -169,6 +170,7 @@ SGLANG = Engine(
             f"{_SGLANG}.mem_cache.base_prefix_cache.MatchResult": "device_prefix_len host_hit_length last_host_node",
             f"{_SGLANG}.mem_cache.radix_cache.RadixKey.__init__": "token_ids extra_key cache_salt",
             f"{_CORE}.collect_path_info": "",
+            f"{_CONTROLLER}._page_backup": "self operation",
         },
     },
 )

@@ -225,6 +225,26 @@ def test_a_backup_writes_again_what_storage_lost(
     assert in_storage_alone(engine, router, stored)
 
 
+def test_a_backup_that_storage_refuses_has_failed(
+    engine: Engine, router: SyncClient, stored: Case, folder: Path
+) -> None:
+    ended(router, router.start_prefetch(pages(stored)))
+    away = [path.rename(path.with_name(f"{path.name}-away")) for path in folder.glob("kv-?")]
+    there = [path.with_name(path.name.removesuffix("-away")) for path in away]
+    for path in there:
+        path.write_text("a file is no folder: nothing can be written below it")
+    try:
+        operation = ended(router, router.start_backup(pages(stored)))
+    finally:
+        for path, old in zip(there, away, strict=True):
+            path.unlink()
+            old.rename(path)
+    assert (operation.state, operation.completed_pages) == (proto.OPERATION_STATE_FAILED, 0)
+    assert f"storage took 0 of {PAGES * PAGE} tokens" in operation.failure.message
+    again = ended(router, router.start_backup(pages(stored)))
+    assert (again.state, again.completed_pages) == (proto.OPERATION_STATE_DONE, PAGES)
+
+
 def test_the_engines_counts_are_told(engine: Engine, router: SyncClient, stored: Case) -> None:
     before = tiers_of(router)
     assert set(before) == {TIER_DEVICE, TIER_HOST, TIER_STORAGE}

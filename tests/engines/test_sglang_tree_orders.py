@@ -75,6 +75,48 @@ class Tree:
         pass
 
 
+class BackedTree(Tree):
+    """The same, whose host has a prompt in nodes of so many tokens; SGLang's thread writes when a test says so."""
+
+    def __init__(self, *nodes: int) -> None:
+        super().__init__()
+        ends = [sum(nodes[: number + 1]) for number in range(len(nodes))]
+        self.path = [SimpleNamespace(node_id=f"node-{end}", path_end=end) for end in ends]
+        self.tree_core = SimpleNamespace(is_eagle=False, collect_path_info=lambda nodes: (self.path,))
+        self.near = ends[-1]
+        # One of SGLang's own, which no order began.
+        self.ongoing_backup[7] = "another node", None
+        self.waiting: list[Any] = []
+
+    def is_root(self, node: Any) -> bool:
+        return False
+
+    def is_backuped(self, node: Any) -> bool:
+        return True
+
+    def write_backup_storage(self, node: Any) -> None:
+        number = 100 + len(self.waiting)
+        self.ongoing_backup[number] = node, None
+        self.waiting.append(written(number, 0))
+
+    def write(self, orders: TreeOrders, *taken: int, **pools: tuple[int, int]) -> None:
+        """The next ones end, of each so many tokens were written; ``pools``: pages that were beside them, and all."""
+        for tokens in taken:
+            operation = self.waiting.pop(0)
+            orders.note_written(written(operation.id, tokens, **pools))
+            del self.ongoing_backup[operation.id]
+
+
+def written(number: int, tokens: int, **pools: tuple[int, int]) -> Any:
+    """An operation of SGLang's controller, as its thread leaves it."""
+    return SimpleNamespace(
+        id=number,
+        completed_tokens=tokens,
+        pool_transfers=[SimpleNamespace(name=name, keys=["key"] * wanted) for name, (_, wanted) in pools.items()],
+        pool_storage_result=SimpleNamespace(extra_pool_hit_pages={name: done for name, (done, _) in pools.items()}),
+    )
+
+
 class Followed(BroughtPages):
     """Who follows pages that came, and what it heard: which order's, the last node, where they begin and end."""
 
@@ -162,6 +204,88 @@ class TestOrdersOnATree:
         assert told[-1] == Told("a", state, stop, hit=PAGE) and len(tree.terminated) == 1
         orders.do(CacheOrder(OrderKind.CUT, "a", stop=stop))
         assert told[-1] == Told("a", state, stop) and len(told) == 3, "ended once, and not known any more"
+
+
+class TestBackups:
+    """Of a prompt whose pages lie in nodes of one page, one page and two."""
+
+    NODES = (PAGE, PAGE, 2 * PAGE)
+
+    @pytest.mark.parametrize(
+        ("taken", "there", "state"),
+        [
+            ((PAGE, PAGE, 2 * PAGE), 4 * PAGE, OperationState.DONE),
+            ((PAGE, PAGE, PAGE), 3 * PAGE, OperationState.PARTIAL),
+            ((PAGE, 0, 2 * PAGE), PAGE, OperationState.PARTIAL),
+            ((0, PAGE, 2 * PAGE), 0, OperationState.FAILED),
+            ((0, 0, 0), 0, OperationState.FAILED),
+        ],
+        ids=["all", "some of the last", "not those in the middle", "not the first", "none"],
+    )
+    def test_what_storage_took_from_the_first_page_on_is_told(
+        self, taken: tuple[int, ...], there: int, state: OperationState
+    ) -> None:
+        tree, told = BackedTree(*self.NODES), list[Told]()
+        orders = TreeOrders(tree, told.append)
+        orders.do(ordered(OrderKind.BACKUP, "a"))
+        for tokens in taken:
+            orders.look_after()
+            assert [each.state for each in told] == [OperationState.TRANSFERRING], "it is not over"
+            tree.write(orders, tokens)
+        orders.look_after()
+        stop, error = Stop.NONE, ""
+        if there < PROMPT:
+            stop, error = Stop.PAGE_LOST, f"storage took {there} of {PROMPT} tokens: the engine's log says why"
+        assert told[1:] == [Told("a", state, stop, near=PROMPT, done=there, error=error)]
+        orders.look_after()
+        assert len(told) == 2, "ended once"
+
+    def test_one_that_is_written_before_its_order_is_known_is_told_too(self) -> None:
+        """SGLang's thread is as quick as it likes."""
+        tree, told = BackedTree(PROMPT), list[Told]()
+        orders = TreeOrders(tree, told.append)
+        begin = tree.write_backup_storage
+
+        def write_at_once(node: Any) -> None:
+            begin(node)
+            orders.note_written(written(tree.waiting[-1].id, PROMPT))
+
+        tree.write_backup_storage = write_at_once  # type: ignore[method-assign]
+        orders.do(ordered(OrderKind.BACKUP, "a"))
+        orders.look_after()
+        assert [each.state for each in told] == [OperationState.TRANSFERRING]
+        tree.ongoing_backup.clear()
+        orders.look_after()
+        assert told[-1] == Told("a", OperationState.DONE, near=PROMPT, done=PROMPT)
+
+    def test_one_without_its_pages_of_another_pool_is_not_there(self) -> None:
+        tree, told = BackedTree(*self.NODES), list[Told]()
+        orders = TreeOrders(tree, told.append)
+        orders.do(ordered(OrderKind.BACKUP, "a"))
+        tree.write(orders, PAGE, PAGE, mamba=(1, 1))
+        tree.write(orders, 2 * PAGE, mamba=(1, 2))
+        orders.look_after()
+        assert (told[-1].state, told[-1].done) == (OperationState.PARTIAL, 2 * PAGE)
+
+    def test_one_of_which_nobody_says_what_was_written_counts_as_not_there(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        tree, told = BackedTree(PROMPT), list[Told]()
+        orders = TreeOrders(tree, told.append)
+        orders.do(ordered(OrderKind.BACKUP, "a"))
+        orders.note_written(SimpleNamespace(id=tree.waiting[0].id))
+        tree.ongoing_backup.clear()
+        orders.look_after()
+        assert (told[-1].state, told[-1].done) == (OperationState.FAILED, 0)
+        assert "does not say what storage took" in caplog.text
+
+    def test_those_that_sglang_writes_by_itself_leave_nothing_behind(self) -> None:
+        told = list[Told]()
+        orders = TreeOrders(BackedTree(PROMPT), told.append)
+        for number in range(100):
+            orders.note_written(written(number, PAGE))
+        orders.look_after()
+        assert not orders._written and not told
 
 
 class CountedTree(Tree):

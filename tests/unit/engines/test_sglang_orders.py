@@ -357,7 +357,7 @@ def test_orders_travel_with_the_requests_of_a_step_and_never_reach_sglang(monkey
         take=lambda: [order], do=done.extend, step=lambda: None, note_loads=lambda: None, orders=None
     )
     monkeypatch.setattr(Desk, "open", classmethod(lambda cls, scheduler, listen: desk))
-    register_orders("127.0.0.1:0", registry, SimpleNamespace(AFTER="after", BEFORE="before"))
+    register_orders("127.0.0.1:0", registry, SimpleNamespace(AFTER="after", BEFORE="before", AROUND="around"))
     assert registry.hooks["_broadcast_reqs_across_ranks"]("receiver", ["request"], ["abort"]) is None, "not open yet"
     registry.hooks["init_request_receiver"](None, "scheduler")
     (_, requests, ours), named = registry.hooks["_broadcast_reqs_across_ranks"]("receiver", ["request"], ["abort"])

@@ -2,7 +2,8 @@
 
 An order is broadcast with the requests of a step (``_broadcast_reqs_across_ranks``), so every rank of a replica does it
 in the same step (``process_input_requests``); what became of it is looked at where SGLang itself takes what its storage
-threads have done (``check_hicache_events``), which it does in every step, idle ones too.
+threads have done (``check_hicache_events``), which it does in every step, idle ones too. What storage took of a backup
+is noted where SGLang's thread writes it (``_page_backup``): its acknowledgement tells the end alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import os
 import select
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from kvgrpc.engines.sglang.cache.orders import TOKENS_OF_A_STEP, CacheOrder, OrderQueue, Told
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
+_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 
 
 def register_orders(listen: str, registry: Any, kinds: Any) -> None:
@@ -57,11 +60,19 @@ def register_orders(listen: str, registry: Any, kinds: Any) -> None:
         if desks:
             desks[0].orders.forget()
 
+    def written(write: Callable[[Any, Any], None], controller: Any, operation: Any) -> None:
+        try:
+            write(controller, operation)
+        finally:
+            if desks:
+                desks[0].orders.note_written(operation)
+
     registry.register(f"{_SCHEDULER}.init_request_receiver", opened, kinds.AFTER)
     registry.register(f"{_RECEIVER}._broadcast_reqs_across_ranks", joined, kinds.BEFORE)
     registry.register(f"{_SCHEDULER}.process_input_requests", parted, kinds.BEFORE)
     registry.register(f"{_TREE}.check_hicache_events", stepped, kinds.AFTER)
     registry.register(f"{_TREE}.reset", emptied, kinds.AFTER)
+    registry.register(f"{_CONTROLLER}._page_backup", written, kinds.AROUND)
 
 
 class Desk:

@@ -8,8 +8,9 @@ counts are those on which all ranks agreed, so what one rank tells holds for all
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
@@ -44,11 +45,22 @@ class _Fetching:
 
 @dataclass(slots=True)
 class _Writing:
-    """A backup: SGLang's operations that have not ended, and the tokens that they write."""
+    """A backup of ``tokens`` of a prompt. ``spans``: by SGLang's operation, which tokens of the prompt it writes;
+    ``left``: those that have not ended; ``written``: by operation, how many storage took."""
 
-    order: CacheOrder
-    operations: set[int]
     tokens: int
+    spans: dict[int, tuple[int, int]]
+    left: set[int]
+    written: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def there(self) -> int:
+        """Leading tokens of the prompt that storage took."""
+        there = 0
+        for number, (begin, end) in sorted(self.spans.items(), key=lambda each: each[1]):
+            if begin == there:
+                there += min(self.written.get(number, 0), end - begin)
+        return there
 
 
 @dataclass(slots=True)
@@ -68,6 +80,8 @@ class TreeOrders:
         self._outcomes = outcomes
         self._fetching: dict[str, _Fetching] = {}
         self._writing: dict[str, _Writing] = {}
+        # SGLang's operations that its backup thread has done since the last step, with the tokens that storage took.
+        self._written: deque[tuple[int, int]] = deque()
         self._pins: dict[str, _Pin] = {}
         self._lines = RateLimited(logger)
         self._does: dict[OrderKind, Callable[[CacheOrder], None]] = {
@@ -102,11 +116,22 @@ class TreeOrders:
                 text = one_line(f"{type(error).__name__}: {error}")
                 self._lines.exception("follow", f"kvgrpc: SGLang's tree does not say what became of a prefetch: {text}")
                 self._tell(Told(fetching.order.number, OperationState.FAILED, error=text))
+        # Of an operation this is noted before its end is told. SGLang's own, of no order, are dropped.
+        written = dict(self._written.popleft() for _ in range(len(self._written)))
         for number, writing in list(self._writing.items()):
-            writing.operations &= self._tree.ongoing_backup.keys()
-            if not writing.operations:
+            writing.written.update((each, written[each]) for each in writing.left & written.keys())
+            writing.left &= self._tree.ongoing_backup.keys()
+            if not writing.left:
                 del self._writing[number]
-                self._tell(Told(number, OperationState.DONE, near=writing.tokens, done=writing.tokens))
+                self._tell(_end_of_backup(number, writing))
+
+    def note_written(self, operation: Any) -> None:
+        """On SGLang's backup thread, which has written one of its operations, or could not, before it says so."""
+        try:
+            self._written.append((operation.id, _taken_by_storage(operation)))
+        except Exception as error:  # it counts as one of which storage took nothing
+            text = one_line(f"{type(error).__name__}: {error}")
+            self._lines.exception("written", f"kvgrpc: SGLang does not say what storage took of a backup: {text}")
 
     def forget(self) -> None:
         """The tree was emptied: nothing of what is locked or moved is left."""
@@ -217,11 +242,13 @@ class TreeOrders:
         path = self._host_path(order)
         if not path:
             return self._decline(order, Stop.NOT_PRESENT, 0)
-        before = set(tree.ongoing_backup)
+        before, begin, span_of = set(tree.ongoing_backup), 0, dict[Any, tuple[int, int]]()
         for step in path:
             tree.write_backup_storage(step.node_id)
-        writing = _Writing(order, set(tree.ongoing_backup) - before, path[-1].path_end)
-        self._writing[order.number] = writing
+            span_of[step.node_id] = begin, step.path_end
+            begin = step.path_end
+        begun = {number: span_of[node] for number, (node, _) in tree.ongoing_backup.items() if number not in before}
+        writing = self._writing[order.number] = _Writing(begin, begun, set(begun))
         self._tell(Told(order.number, OperationState.TRANSFERRING, near=writing.tokens))
 
     def _pin(self, order: CacheOrder) -> None:
@@ -270,6 +297,23 @@ class TreeOrders:
     def _let_go(self, handle: CacheRequestHandle) -> None:
         """Of what SGLang keeps for a request that is to come: retries, waits and counts."""
         self._tree.release_aborted_request(handle)
+
+
+def _end_of_backup(number: str, writing: _Writing) -> Told:
+    there, tokens = writing.there, writing.tokens
+    if there == tokens:
+        return Told(number, OperationState.DONE, near=tokens, done=tokens)
+    error = f"storage took {there} of {tokens} tokens: the engine's log says why"
+    return Told(number, state_of(Stop.PAGE_LOST, there), Stop.PAGE_LOST, near=tokens, done=there, error=error)
+
+
+def _taken_by_storage(operation: Any) -> int:
+    """Leading tokens of an operation of SGLang's; none where storage did not take all of a pool beside the KV cache:
+    without it they are not read again."""
+    hits = operation.pool_storage_result.extra_pool_hit_pages
+    wanted = {each.name: len(each.keys or ()) for each in operation.pool_transfers or ()}
+    is_whole = all(hits.get(name, pages) >= pages for name, pages in wanted.items())
+    return int(operation.completed_tokens) if is_whole else 0
 
 
 def _near(match: Any) -> int:
