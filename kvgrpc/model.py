@@ -45,6 +45,7 @@ MAX_EPOCH = 2**53 - 1
 MAX_WORD_CHARS = 64
 # Of one rank, over all of its pools; decoding so many takes 40 ms of a loop that others share.
 MAX_REGIONS = 4_096
+MAX_ENGINE_RANKS = 65_536
 _LONGEST = {"name": 128, "dtype": MAX_WORD_CHARS, "axes": 256, "location": MAX_WORD_CHARS}
 COMPONENTS = ("k", "v", "kv", "latent", "indexer", "conv", "temporal")
 _SHOWN_CHARS = 200

@@ -11,9 +11,21 @@ from google.protobuf.message import Message
 
 from kvgrpc import wire
 from kvgrpc.errors import InvalidRequest, Violation
-from kvgrpc.model import ENGINE_NAME, MAX_REGIONS, Layout, Pool, RankRef, Role, check_pools, check_rank, raise_if
+from kvgrpc.model import (
+    ENGINE_NAME,
+    MAX_ENGINE_RANKS,
+    MAX_REGIONS,
+    Layout,
+    Pool,
+    RankRef,
+    Role,
+    check_pools,
+    check_rank,
+    raise_if,
+)
 from kvgrpc.registry.addresses import check_advertised, check_events_endpoint
 from kvgrpc.registry.model import (
+    MAX_LABELS,
     AbsentRank,
     Endpoints,
     EngineFilter,
@@ -29,7 +41,6 @@ from kvgrpc.v1 import registry_service_pb2 as pb
 MAX_ROWS_PER_REQUEST = 1_024
 MAX_LEASES_PER_REQUEST = 65_536
 MAX_SELECTORS = 256
-MAX_ENGINE_RANKS = 65_536
 MAX_ROW_BYTES = 256 * 1024
 MAX_POOLS = 64
 # Of all pools that are kept to be met again: 32 bytes each, and as many of their message.
@@ -176,13 +187,18 @@ def rows_in_pieces(request: pb.RegisterRequest, pools: PoolCache, *, peer_is_loc
     for index, message in enumerate(request.rows):
         path = f"rows[{index}]"
         _check_sizes(message, path)
-        for number, pool in enumerate(message.pools):
-            if len(pool.regions) > wire.REGIONS_OF_A_PIECE:
-                yield from pools.read(pool, f"{path}.pools[{number}]")
+        yield from _large_pools(message, pools, path)
         row = row_from_pb(message, pools, path)
         _check_row(row, path)
         _check_endpoints(row, f"{path}.endpoints", peer_is_local)
         yield row
+
+
+def _large_pools(message: pb.RankRow, pools: PoolCache, path: str) -> Iterator[None]:
+    """Reads them ahead of their row, and yields behind each piece."""
+    for number, pool in enumerate(message.pools):
+        if len(pool.regions) > wire.REGIONS_OF_A_PIECE:
+            yield from pools.read(pool, f"{path}.pools[{number}]")
 
 
 def leases_to_pb(leases: Iterable[Lease]) -> list[pb.RankLease]:
@@ -233,22 +249,36 @@ def change_to_bytes(engine: bytes, gone: Iterable[RankRef] = ()) -> bytes:
 
 
 def engine_from_pb(message: pb.Engine, pools: PoolCache | None) -> ResolvedEngine:
-    """Decodes an engine that a registry sent; ``pools`` None: without its pools, asked for or not.
+    """An engine that a registry sent; ``pools`` None: without its pools, asked for or not.
 
-    Raises InvalidRequest, also for a layout that no engine has, whose ranks would be counted and divided on an engine's
-    thread, and for more rows, pools or regions than there may be, before any of them is looked at.
+    Raises InvalidRequest for one that cannot be.
     """
-    layout = wire.layout_from_pb(message.layout)
-    raise_if(_wrong_layout(layout, "engine.layout"))
-    _check_count("engine.rows", len(message.rows), 0, layout.ranks)
-    for index, row in enumerate(message.rows if pools is not None else ()):
-        _check_sizes(row, f"engine.rows[{index}]")
+    return engine_of(message, engine_rows(message, pools))
+
+
+def engine_rows(message: pb.Engine, pools: PoolCache | None) -> Iterator[RankRow | None]:
+    """The rows of an engine that a registry sent, which may take seconds in all, with None behind a piece of a row that
+    has many regions. Each thing is counted before it is looked at. Raises InvalidRequest."""
+    raise_if(_wrong_layout(wire.layout_from_pb(message.layout), "engine.layout"))
+    _check_count("engine.rows", len(message.rows), 0, MAX_ENGINE_RANKS)
+    _check_count("engine.dp_lacking_events", len(message.dp_lacking_events), 0, MAX_ENGINE_RANKS)
+    for index, row in enumerate(message.rows):
+        path = f"engine.rows[{index}]"
+        _check_sizes(row, path)
+        _check_count(f"{path}.labels", len(row.labels), 0, MAX_LABELS)
+        if pools is not None:
+            yield from _large_pools(row, pools, path)
+        yield row_from_pb(row, pools, path)
+
+
+def engine_of(message: pb.Engine, rows: Iterable[RankRow | None]) -> ResolvedEngine:
+    """``rows``: what ``engine_rows`` gave."""
     return ResolvedEngine(
         name=message.name,
         role=wire.role_from_pb(message.role, "engine.role"),
-        layout=layout,
+        layout=wire.layout_from_pb(message.layout),
         ready=message.ready,
-        rows=tuple(row_from_pb(row, pools, f"engine.rows[{index}]") for index, row in enumerate(message.rows)),
+        rows=tuple(row for row in rows if row is not None),
         registered_ranks=message.registered_ranks,
         model=wire.model_from_pb(message.model),
         dp_lacking_events=tuple(message.dp_lacking_events),
@@ -320,9 +350,12 @@ def _check_row(row: RankRow, path: str) -> None:
 
 
 def _wrong_layout(layout: Layout, path: str) -> list[Violation]:
-    if 0 < layout.ranks <= MAX_ENGINE_RANKS:
-        return []
-    return [Violation(path, f"1 to {MAX_ENGINE_RANKS} ranks", layout.ranks)]
+    """Why nobody is to look through the ranks of such an engine."""
+    sizes = ((name, getattr(layout, name)) for name in ("dp", "pp", "cp", "tp"))
+    violations = [Violation(f"{path}.{name}", "at least 1", size) for name, size in sizes if size < 1]
+    if layout.ranks > MAX_ENGINE_RANKS:
+        violations.append(Violation(path, f"at most {MAX_ENGINE_RANKS} ranks", layout.ranks))
+    return violations
 
 
 def _check_sizes(message: pb.RankRow, path: str) -> None:

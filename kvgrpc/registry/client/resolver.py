@@ -16,6 +16,7 @@ from kvgrpc.registry.calls import domain_errors, is_refusal, pause_before, unrea
 from kvgrpc.registry.model import RankSelector, ResolvedEngine, absent
 from kvgrpc.rpc.dialing.channels import ChannelPool
 from kvgrpc.rpc.dialing.retry import may_repeat
+from kvgrpc.rpc.turns import in_pieces
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
@@ -81,7 +82,7 @@ class Resolver:
         await self._channels.close()
 
     async def ask(self, question: _Question, timeout: float) -> ResolvedEngine:
-        """One call."""
+        """One call. Its rows are read in pieces: they may be thousands."""
         request = pb.ResolveRanksRequest(
             engine=question.engine,
             role=common_pb2.Role.ValueType(question.role),
@@ -93,7 +94,9 @@ class Resolver:
         self._channels.trim({pending.address for pending in self._pending})
         with domain_errors(question.address):
             response = await RegistryServiceStub(channel).ResolveRanks(request, timeout=timeout)
-        return wire.engine_from_pb(response.engine, self._pools if question.with_pools else None)
+        engine = response.engine
+        pools = self._pools if question.with_pools else None
+        return wire.engine_of(engine, await in_pieces(wire.engine_rows(engine, pools)))
 
     def forget(self, question: _Question, pending: _Pending) -> None:
         if self._pending.get(question) is pending:

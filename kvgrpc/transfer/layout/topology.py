@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvgrpc.errors import ParallelLayoutMismatch
-from kvgrpc.model import UNKNOWN_MODEL, Attention, Layout, ModelIdentity, Pool, RankId
+from kvgrpc.errors import InvalidRequest, ParallelLayoutMismatch
+from kvgrpc.model import MAX_ENGINE_RANKS, UNKNOWN_MODEL, Attention, Layout, ModelIdentity, Pool, RankId
 from kvgrpc.transfer.layout.heads import parts_of_page, shared, shared_layers, sliceable
 from kvgrpc.transfer.layout.token_shares import shares_as_heads
 from kvgrpc.transfer.layout.translation import translates
@@ -83,17 +83,22 @@ def heads_of(total: int, tp_size: int, tp: int) -> Heads:
 def prefill_ranks(decode: RankId, decode_layout: Layout, prefill: Layout, dp: int) -> list[Coordinates]:
     """(dp, pp, cp, tp) of every prefill rank that this decode rank names its rooms to; the one that sends aux is first.
 
-    ``dp``: which replica of prefill computed the prompt. Raises ParallelLayoutMismatch.
+    ``dp``: which replica of prefill computed the prompt. Raises ParallelLayoutMismatch, and InvalidRequest for more of
+    them than an engine has ranks.
     """
     differences = _size_differences(prefill, decode_layout)
     if dp >= prefill.dp:
         differences["prefill_dp_rank"] = (f"below {prefill.dp}", dp)
     if differences:
         raise mismatch(differences)
-    cps = [decode.cp] if prefill.cp == decode_layout.cp else range(prefill.cp)
+    cps = range(decode.cp, decode.cp + 1) if prefill.cp == decode_layout.cp else range(prefill.cp)
     tps = _group(decode.tp, decode_layout.tp, prefill.tp)
-    pps = reversed(stages_of(decode.pp, decode_layout.pp, prefill.pp))
-    return [(dp, pp, cp, tp) for pp, cp, tp in itertools.product(pps, cps, tps)]
+    pps = stages_of(decode.pp, decode_layout.pp, prefill.pp)
+    if (ranks := len(pps) * len(cps) * len(tps)) > MAX_ENGINE_RANKS:
+        raise InvalidRequest.of(
+            "layout", ranks, f"small enough for {MAX_ENGINE_RANKS} prefill ranks of one decode rank"
+        )
+    return [(dp, pp, cp, tp) for pp, cp, tp in itertools.product(reversed(pps), cps, tps)]
 
 
 def stages_of(pp: int, decode_size: int, prefill_size: int) -> range:

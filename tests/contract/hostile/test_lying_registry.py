@@ -1,102 +1,187 @@
-"""A registry that only a request named, and that says what no engine can be: its rooms fail, and nothing else."""
+"""A registry that answers whatever it likes: a request may name one, and decode asks it on the loop of its rooms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 import pytest
+import pytest_asyncio
 
-from kvgrpc.errors import Reason
+from kvgrpc.errors import Failure, InvalidRequest, Reason
+from kvgrpc.model import MAX_ENGINE_RANKS, MAX_REGIONS, Role
+from kvgrpc.registry import wire
+from kvgrpc.registry.client.resolver import Resolver
+from kvgrpc.registry.model import MAX_LABELS, ResolvedEngine
 from kvgrpc.transfer import KVPoll
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
+from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceServicer, add_RegistryServiceServicer_to_server
 from tests.support.hostile.honest_pair import ROOMS
 from tests.support.rank_host import RankHost
+from tests.support.registry_serving import dial
 from tests.support.transfer_peers import receiver_of
 from tests.support.waiting import wait_until
 
-SIZES = {"dp": 1, "pp": 1, "cp": 1, "tp": 1}
-PREFILL = common_pb2.ROLE_PREFILL
-Naming = Callable[[pb.Engine], str]
+ROWS = 20_000
 
 
-def engine(pools: Sequence[common_pb2.PagePool] = (), rows: int = 1, **sizes: int) -> pb.Engine:
-    """Its rows are all of one rank, at an address where nobody listens."""
-    layout = common_pb2.Layout(**{**SIZES, **sizes})
-    ref = common_pb2.RankRef(rank=common_pb2.RankId(engine="L"), epoch=1)
-    row = pb.RankRow(rank=ref, role=PREFILL, layout=layout, endpoints=pb.Endpoints(grpc="127.0.0.1:9"), pools=pools)
-    return pb.Engine(name="L", role=PREFILL, layout=layout, ready=True, rows=[row] * rows, registered_ranks=1)
+class Liar(RegistryServiceServicer):
+    def __init__(self) -> None:
+        self.engine = pb.Engine()
+        self.address = ""
+
+    async def ResolveRanks(self, request: pb.ResolveRanksRequest, context: object) -> pb.ResolveRanksResponse:
+        return pb.ResolveRanksResponse(engine=self.engine)
 
 
-@pytest.fixture
-def naming() -> Iterator[Naming]:
-    """Serves registries, each of which knows one engine; gives the address by which a request names it."""
-    servers: list[Any] = []
-
-    def serve(engine: pb.Engine) -> str:
-        server = grpc.server(ThreadPoolExecutor(2), options=(("grpc.so_reuseport", 0),))
-        handler = grpc.unary_unary_rpc_method_handler(
-            lambda request, context: pb.ResolveRanksResponse(engine=engine),
-            request_deserializer=pb.ResolveRanksRequest.FromString,
-            response_serializer=pb.ResolveRanksResponse.SerializeToString,
-        )
-        generic = grpc.method_handlers_generic_handler("kvgrpc.v1.RegistryService", {"ResolveRanks": handler})
-        server.add_generic_rpc_handlers((generic,))
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        servers.append(server)
-        return f"127.0.0.1:{port}/L"
-
-    yield serve
-    for server in servers:
-        server.stop(0).wait()
+@pytest_asyncio.fixture
+async def liar() -> AsyncIterator[Liar]:
+    server = grpc.aio.server(options=[("grpc.max_send_message_length", -1)])
+    made = Liar()  # type: ignore[abstract]
+    add_RegistryServiceServicer_to_server(made, server)
+    made.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    yield made
+    await server.stop(0)
 
 
-def field_of_failure(decode: RankHost, bootstrap: str) -> str:
-    receiver = receiver_of(decode, bootstrap, next(ROOMS))
-    wait_until(lambda: receiver.poll() is KVPoll.Failed)
-    failure = receiver.failure
-    assert failure is not None and failure.reason is Reason.INVALID_REQUEST, failure
-    return str(failure.metadata["field"])
+def engine(
+    rows: int = 1,
+    change: Callable[[pb.Engine], Any] = lambda made: None,
+    *,
+    dp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+) -> pb.Engine:
+    layout = common_pb2.Layout(dp=dp, pp=pp, cp=cp, tp=tp)
+    made = pb.Engine(name="P", role=common_pb2.ROLE_PREFILL, layout=layout, ready=True)
+    made.rows.extend([pb.RankRow(role=common_pb2.ROLE_PREFILL)] * rows)
+    change(made)
+    return made
 
 
-@pytest.mark.parametrize("size", [0, 2**32 - 1])
-@pytest.mark.parametrize("axis", SIZES)
-def test_a_layout_that_no_engine_has_fails_the_rooms_that_named_it(
-    decode: RankHost, naming: Naming, axis: str, size: int
-) -> None:
-    """The rank was unhealthy from then on, the engine's thread got Python's words about a division, or all memory of
-    the machine went into a list of ranks."""
-    bootstrap = naming(engine((), 1, **{axis: size}))
-    # What were remembered of the first answer, the engine's thread would compute with for the second room.
-    assert [field_of_failure(decode, bootstrap) for _ in range(2)] == ["engine.layout"] * 2
+async def resolved(liar: Liar) -> ResolvedEngine:
+    resolver = Resolver(dial)
+    try:
+        return await resolver.resolve(liar.address, "P", Role.PREFILL, with_pools=True, timeout=20.0)
+    finally:
+        await resolver.close()
 
 
 @pytest.mark.parametrize(
-    ("said", "field"),
+    ("said", "field", "value"),
     [
-        (engine(rows=100_000), "engine.rows"),
-        (engine([common_pb2.PagePool(kind=common_pb2.POOL_KIND_KV)] * 65, pp=2), "engine.rows[0].pools"),
+        (engine(MAX_ENGINE_RANKS + 1), "engine.rows", MAX_ENGINE_RANKS + 1),
+        (engine(cp=2**31), "engine.layout", 2**31),
+        (engine(pp=2**16, tp=2), "engine.layout", 2**17),
+        (engine(dp=0), "engine.layout.dp", 0),
+        (engine(tp=0), "engine.layout.tp", 0),
+        (engine(1, lambda made: made.rows[0].pools.extend([common_pb2.PagePool()] * 65)), "engine.rows[0].pools", 65),
         (
-            engine([common_pb2.PagePool(regions=[common_pb2.PoolRegion()] * 4_097)], pp=2),
+            engine(1, lambda made: made.rows[0].pools.add().regions.extend([common_pb2.PoolRegion()] * 5_000)),
             "engine.rows[0].pools.regions",
+            5_000,
         ),
-        (engine([common_pb2.PagePool(name="n" * 300_000)], pp=2), "engine.rows[0]"),
+        (engine(1, lambda made: made.rows[0].pools.add(name="n" * 300_000)), "engine.rows[0]", 300_010),
+        (
+            engine(1, lambda made: made.rows[0].labels.update({str(number): "" for number in range(MAX_LABELS + 1)})),
+            "engine.rows[0].labels",
+            MAX_LABELS + 1,
+        ),
+        (
+            engine(1, lambda made: made.dp_lacking_events.extend(range(MAX_ENGINE_RANKS + 1))),
+            "engine.dp_lacking_events",
+            MAX_ENGINE_RANKS + 1,
+        ),
     ],
-    ids=["rows", "pools", "regions", "bytes"],
+    ids=["rows", "cp", "product", "no dp", "no tp", "pools", "regions", "bytes", "labels", "lacking"],
 )
-def test_rows_and_pools_without_end_are_refused_before_they_are_looked_at(
-    decode: RankHost, naming: Naming, said: pb.Engine, field: str
+async def test_more_than_an_engine_has_is_refused_before_it_is_looked_at(
+    liar: Liar, said: pb.Engine, field: str, value: int
 ) -> None:
-    """This is read on the loop that all sessions share: a million rows, or pools, took most of a minute of it."""
-    assert field_of_failure(decode, naming(said)) == field
+    liar.engine = said
+    with pytest.raises(InvalidRequest) as refused:
+        await resolved(liar)
+    assert (refused.value.metadata["field"], refused.value.metadata["value"]) == (field, str(value))
+    assert refused.value.metadata["rule"]
 
 
-def test_pools_that_nobody_asked_for_are_not_read(decode: RankHost, naming: Naming) -> None:
+@pytest.mark.parametrize("what", ["rows", "regions"])
+async def test_thousands_of_rows_take_many_turns_of_the_loop_and_others_have_theirs_between(
+    liar: Liar, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_this_turn, turns = 0, list[int]()
+
+    def count(number: int) -> None:
+        nonlocal in_this_turn
+        if not in_this_turn:
+            asyncio.get_running_loop().call_soon(end_of_turn)
+        in_this_turn += number
+
+    def end_of_turn() -> None:
+        nonlocal in_this_turn
+        turns.append(in_this_turn)
+        in_this_turn = 0
+
+    def row(*arguments: Any) -> Any:
+        count(1)
+        return row_from_pb(*arguments)
+
+    def pool(self: wire.PoolCache, message: common_pb2.PagePool, path: str) -> Any:
+        count(len(message.regions))
+        return decode(self, message, path)
+
+    row_from_pb, decode = wire.row_from_pb, wire.PoolCache.decode
+    if what == "rows":
+        monkeypatch.setattr(wire, "row_from_pb", row)
+        liar.engine, most = engine(ROWS, tp=ROWS), ROWS // 4
+    else:
+        monkeypatch.setattr(wire.PoolCache, "decode", pool)
+        # A row alone takes longer than a piece of a turn may.
+        liar.engine, most = engine(40, _with_regions, tp=40), 2 * MAX_REGIONS
+    found = await resolved(liar)
+    assert len(found.rows) == len(liar.engine.rows)
+    assert sum(turns) == (ROWS if what == "rows" else 40 * MAX_REGIONS) and max(turns) <= most
+
+
+def _with_regions(made: pb.Engine) -> None:
+    """No two pools of it are alike."""
+    for tp, row in enumerate(made.rows):
+        pool = row.pools.add(name="kv", kind=common_pb2.POOL_KIND_KV, page_tokens=1, pages=8, location=f"cpu:{tp}")
+        for layer in range(MAX_REGIONS):
+            pool.regions.add(layer=layer, component="kv", page_stride_bytes=1, page_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("said", "field"), [(engine(cp=MAX_ENGINE_RANKS + 1), "engine.layout"), (engine(dp=0), "engine.layout.dp")]
+)
+async def test_a_room_whose_registry_names_sizes_that_no_engine_has_fails_with_their_field(
+    liar: Liar, decode: RankHost, said: pb.Engine, field: str
+) -> None:
+    liar.engine = said
+    for _ in range(2):  # what were remembered of the first answer, the engine's thread would compute with
+        failure = await failed(decode, liar)
+        assert (failure.reason, failure.metadata["field"]) == (Reason.INVALID_REQUEST, field)
+
+
+async def test_pools_that_nobody_asked_for_are_not_read(liar: Liar, decode: RankHost) -> None:
     """Of an engine with as many stages as ours: its first rank is dialled, whatever its pools may be."""
-    receiver = receiver_of(decode, naming(engine([common_pb2.PagePool(name="n" * 300_000)])), next(ROOMS))
-    wait_until(lambda: receiver.poll() is KVPoll.Failed)
-    assert receiver.failure.reason is Reason.PEER_LOST
+    liar.engine = engine(1, lambda made: made.rows[0].pools.add(name="n" * 300))
+    with pytest.raises(InvalidRequest, match=r"engine.rows\[0\].pools\[0\]"):
+        await resolved(liar)
+    liar.engine.rows[0].rank.rank.engine = "P"
+    liar.engine.rows[0].rank.epoch = 1
+    liar.engine.rows[0].endpoints.grpc = "127.0.0.1:9"  # where nobody listens
+    assert (await failed(decode, liar)).reason is Reason.PEER_LOST
+
+
+async def failed(decode: RankHost, liar: Liar) -> Failure:
+    receiver = receiver_of(decode, f"{liar.address}/P", next(ROOMS))
+    await asyncio.to_thread(wait_until, lambda: receiver.poll() is KVPoll.Failed)
+    failure: Failure | None = receiver.failure
+    assert failure is not None
+    return failure

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvgrpc.errors import ParallelLayoutMismatch
-from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, Region
+from kvgrpc.errors import InvalidRequest, ParallelLayoutMismatch
+from kvgrpc.model import MAX_ENGINE_RANKS, Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, Region
 from kvgrpc.transfer.layout.heads import runs
 from kvgrpc.transfer.layout.topology import (
     NOTHING,
@@ -306,6 +306,16 @@ def test_any_dp_may_serve_any_other_and_context_parallel_prefill_sends_from_cp_0
         prefill_ranks(RankId("D"), Layout(cp=2), Layout(), 0)
     with pytest.raises(ParallelLayoutMismatch):
         prefill_ranks(RankId("D"), Layout(), Layout(dp=2), 2)
+
+
+def test_sizes_of_which_each_rank_would_name_more_than_an_engine_has_are_refused_by_their_number() -> None:
+    """A holder of pages, or a registry, says the sizes of another engine, and decode goes through its ranks."""
+    for decode, prefill in ((Layout(), Layout(cp=MAX_ENGINE_RANKS + 1)), (Layout(), Layout(pp=2**9, tp=2**8))):
+        with pytest.raises(InvalidRequest) as refused:
+            prefill_ranks(RankId("D"), decode, prefill, 0)
+        assert refused.value.metadata["field"] == "layout" and int(refused.value.metadata["value"]) > MAX_ENGINE_RANKS
+        assert f"{MAX_ENGINE_RANKS} prefill ranks" in refused.value.metadata["rule"]
+    assert len(prefill_ranks(RankId("D"), Layout(), Layout(cp=MAX_ENGINE_RANKS), 0)) == MAX_ENGINE_RANKS
 
 
 FAR = 2**24
