@@ -82,6 +82,19 @@ def layout_name(layout: common_pb2.Layout) -> str:
     return f"dp{layout.dp} pp{layout.pp} cp{layout.cp} tp{layout.tp}"
 
 
+def pool_name(pool: common_pb2.PagePool) -> str:
+    """ "kv", and with decode context parallelism "kv (token 1 of each 2)"."""
+    from kvgrpc.transfer.layout.token_shares import shares_of
+
+    shares = shares_of(pool.axes)
+    return pool.name if shares == 1 else f"{pool.name} ({share_of_tokens(pool.head_start, shares)})"
+
+
+def share_of_tokens(at: int, shares: int) -> str:
+    """ "token 1 of each 2": the tokens of a prompt that a decode context parallel rank keeps, counted from 0."""
+    return f"token {at} of each {shares}"
+
+
 def model_name(model: common_pb2.ModelIdentity) -> str:
     """ "llama@main, bfloat16, MHA": what is said of it."""
     from kvgrpc.wire import model_from_pb

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 import click
 
 from kvgrpc.cli.connection import calls_a_registry, json_option
-from kvgrpc.cli.names import incarnation_name, layout_name, model_name, rank_name, role_name, value_name
+from kvgrpc.cli.names import (
+    incarnation_name,
+    layout_name,
+    model_name,
+    pool_name,
+    rank_name,
+    role_name,
+    value_name,
+)
 from kvgrpc.cli.output import show_json, show_table, size, wide_option
 from kvgrpc.errors import EngineNotFound
 from kvgrpc.observability.logging import one_line
@@ -212,4 +220,4 @@ def missing_streams(engine: pb.Engine) -> Iterator[str]:
 
 def pool_summary(pool: common_pb2.PagePool) -> str:
     """ "kv 4096 x 2.0 MiB": pages, and the bytes of a page over all of its regions."""
-    return f"{pool.name} {pool.pages} x {size(sum(region.page_bytes for region in pool.regions))}"
+    return f"{pool_name(pool)} {pool.pages} x {size(sum(region.page_bytes for region in pool.regions))}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvgrpc.cli.connection import Seconds, calls_a_server, json_option
-from kvgrpc.cli.names import incarnation_name, layout_name, role_name, value_name
+from kvgrpc.cli.names import incarnation_name, layout_name, pool_name, role_name, value_name
 from kvgrpc.cli.output import seconds, show_json, show_record, show_table, size
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def info(client: SyncClient, as_json: bool, settings: bool) -> None:
         columns = ("pool", "dtype", "#tokens a page", "#pages", "#layers", "#page", "where")
         rows = [
             (
-                pool.name,
+                pool_name(pool),
                 pool.dtype,
                 pool.page_tokens or None,
                 pool.pages,

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, Region
-from kvgrpc.transfer.layout.heads import number_of_runs, shared_layers
+from kvgrpc.transfer.layout.heads import number_of_runs, shared
+from kvgrpc.transfer.layout.token_shares import shares_of
 from kvgrpc.transfer.layout.topology import Coordinates, Part, Shape, heads_of, mismatch, owed_part, prefill_ranks
 
 MOST_LINES = 8_192
@@ -24,7 +25,8 @@ _POOLS_KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """The numbers that a topology needs. ``heads``: key and value heads of the model; 0: MLA, each rank holds all."""
+    """The numbers that a topology needs. ``heads``: key and value heads of the model; 0: MLA, each rank holds all, or
+    where ``axes`` say so (``axes_of_shares``) a share of the tokens."""
 
     layout: Layout
     heads: int = 0
@@ -40,9 +42,9 @@ class EngineShape:
 
     def pool(self, pp: int, tp: int) -> Pool:
         """Of two bytes a token and head, or a token."""
-        heads = heads_of(self.heads, self.layout.tp, tp)
+        heads, shares = heads_of(self.heads, self.layout.tp, tp), self.shares
         first, count = layers_of(self.layers, self.layout.pp, pp)
-        nbytes = 2 * self.page_tokens * max(heads.stop - heads.start, 1)
+        nbytes = 2 * self.page_tokens // shares * max(heads.stop - heads.start, 1)
         return Pool(
             name="kv",
             kind=PoolKind.KV,
@@ -50,11 +52,16 @@ class EngineShape:
             pages=1,
             dtype="bfloat16",
             regions=tuple(Region(layer, "kv", 0, nbytes, nbytes) for layer in range(first, first + count)),
-            axes=self.axes if self.heads else "token,dim",
+            axes=self.axes if self.heads or shares > 1 else "token,dim",
             heads_total=heads.total,
-            head_start=heads.start,
-            head_count=heads.stop - heads.start,
+            head_start=heads.start if shares == 1 else tp % shares,
+            head_count=heads.stop - heads.start if shares == 1 else 1,
         )
+
+    @property
+    def shares(self) -> int:
+        """Decode context parallel ranks, among whom the tokens of each page are dealt out, as engines do by tp."""
+        return shares_of(self.axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,8 @@ def each_line(prefill: EngineShape, decode: EngineShape) -> Iterator[Owed]:
     for field, one, other in (("heads", prefill.heads, decode.heads), ("layers", prefill.layers, decode.layers)):
         if one != other:
             raise mismatch({field: (one, other)})
+    _check_shares(prefill)
+    _check_shares(decode)
     stages = max(prefill.layout.pp, decode.layout.pp)
     if stages > decode.layers:
         raise InvalidRequest.of("layers", decode.layers, f"at least one for each of {stages} stages")
@@ -116,9 +125,19 @@ def _check_work(prefill: EngineShape, decode: EngineShape) -> None:
             raise InvalidRequest.of("layout", work, rule)
 
 
+def _check_shares(engine: EngineShape) -> None:
+    shares = engine.shares
+    if shares > 1 and engine.heads:
+        raise InvalidRequest.of("heads", engine.heads, f"0 (MLA) with axes {engine.axes!r}")
+    if not shares or engine.layout.tp % shares:
+        raise InvalidRequest.of("axes", engine.axes, f"over a number that divides layout.tp {engine.layout.tp}")
+    if engine.page_tokens % shares:
+        raise InvalidRequest.of("page_tokens", engine.page_tokens, f"a multiple of {shares}, as axes say")
+
+
 def _descriptors(source: Shape, target: Shape) -> int:
     """Of one page: all layers of a made-up pool are alike, so one of them is looked at."""
-    ours, theirs = shared_layers(source.pools[0], target.pools[0])
+    ours, theirs = shared(source.pools[0], target.pools[0])
     one, other = (replace(pool, regions=pool.regions[:1]) for pool in (ours, theirs))
     return number_of_runs(one, other) * len(ours.regions)
 

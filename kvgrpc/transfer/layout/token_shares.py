@@ -25,6 +25,12 @@ def axes_of_shares(size: int) -> str:
     return f"tokens over {size}"
 
 
+def shares_of(axes: str) -> int:
+    """Among how many ranks the tokens of a pool with these ``axes`` are dealt out; 1: each has all."""
+    found = _OVER.fullmatch(axes)
+    return int(found[1]) if found else 1
+
+
 def shares_as_heads(source: Pool, destination: Pool) -> tuple[Pool, Pool]:
     """Both pools with shares of tokens as heads, where the source has all tokens and the destination a share of them;
     else as they are: two shares are only compared."""

@@ -52,6 +52,30 @@ def test_what_does_not_fit_or_cannot_be_is_refused_with_the_field(prefill: RankH
             client.get_topology(shape(1, page_tokens=1 << 30), shape(1, page_tokens=1 << 30))
 
 
+def test_decode_context_parallel_ranks_get_their_tokens(prefill: RankHost) -> None:
+    """Tokens that are dealt out are the heads of a plan: of each page a rank of 4 gets one run a row of 4 tokens."""
+    shares = shape(4, heads=0, axes="tokens over 4")
+    with SyncClient(prefill.rank.address) as client:
+        owed = client.get_topology(shape(1, heads=0), shares)
+        assert [(line.prefill.tp, line.decode.tp, line.part.layer_count) for line in owed] == [
+            (0, tp, 4) for tp in range(4)
+        ]
+        assert {line.descriptors_per_page for line in owed} == {4 * 16 // 4}
+        same = client.get_topology(shares, shares)
+        assert [(line.prefill.tp, line.decode.tp, line.descriptors_per_page) for line in same] == [
+            (tp, tp, 4) for tp in range(4)
+        ]
+        for wrong, field in (
+            (shape(4, axes="tokens over 4"), "heads"),
+            (shape(4, heads=0, axes="tokens over 3"), "axes"),
+            (shape(4, heads=0, axes="tokens over 0"), "axes"),
+            (shape(4, heads=0, axes="tokens over 4", page_tokens=6), "page_tokens"),
+        ):
+            with pytest.raises(InvalidRequest) as refused:
+                client.get_topology(wrong, wrong)
+            assert refused.value.metadata["field"] == field
+
+
 def test_the_command_asks_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     command(["topology", "--prefill", "tp=2", "--decode", "tp=1", "--mla", "--json"], standalone_mode=False)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -62,3 +86,20 @@ def test_the_command_asks_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     command(["topology", "--prefill", "tp=2", "--decode", "tp=1"], standalone_mode=False)
     shown = capsys.readouterr().out
     assert "0 to 3" in shown and "4 to 7" in shown
+
+
+def test_the_command_says_which_tokens_a_rank_gets(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["topology", "--prefill", "tp=1", "--decode", "tp=4,dcp=2", "--mla"]
+    command([*sizes, "--json"], standalone_mode=False)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["decode"]["tp"], line["tokensAt"], line["tokensOver"]) for line in lines] == [
+        (0, 0, 2),
+        (1, 1, 2),
+        (2, 0, 2),
+        (3, 1, 2),
+    ]
+    command(sizes, standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert "tokens" in shown and shown.count("token 0 of each 2") == shown.count("token 1 of each 2") == 2
+    with pytest.raises(InvalidRequest, match=r"heads: must be 0 \(MLA\)"):
+        command(sizes[:-1], standalone_mode=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvgrpc.cli.events.command import live_endpoint
 from kvgrpc.cli.fleet.callers import caller_row
-from kvgrpc.cli.fleet.registry import change_lines, missing_streams, not_ready, with_rows
+from kvgrpc.cli.fleet.registry import change_lines, missing_streams, not_ready, pool_summary, with_rows
 from kvgrpc.client import Engines
 from kvgrpc.errors import EngineNotFound
 from kvgrpc.v1 import common_pb2, server_service_pb2
@@ -47,6 +47,14 @@ def test_one_line_says_which_ranks_an_engine_lacks_and_why() -> None:
         "P/dp0/pp0/cp0/tp3 is fenced (it runs, and a newer incarnation was there: restart it) at "
         "2026-09-21 14:13:23 UTC, P/dp0/pp0/cp0/tp4 did not register and 2 more"
     )
+
+
+def test_a_rank_says_which_tokens_of_a_prompt_it_keeps_where_they_are_dealt_out() -> None:
+    pool = common_pb2.PagePool(name="kv", pages=8, axes="token,head,dim", head_start=2, head_count=2)
+    pool.regions.add(page_bytes=1 << 20)
+    assert pool_summary(pool) == "kv 8 x 1.0 MiB"
+    pool.axes, pool.head_start, pool.head_count = "tokens over 4", 3, 1
+    assert pool_summary(pool) == "kv (token 3 of each 4) 8 x 1.0 MiB"
 
 
 def test_an_endpoint_that_nobody_listens_at_is_said() -> None:
