@@ -30,7 +30,9 @@ tests_of = $(if $($(2)),$(wildcard $($(2):%=tests/engines/test_$(1)%.py)),$(filt
 # Releases beside those of the locks, each in an environment of its own, and their tests.
 sglang_versions := 0.5.21 0.5.22
 vllm_versions := 0.31.0 0.32.0
-of_version = $(foreach of,.py _doctor.py _unasked.py,tests/engines/test_$(1)$(of))
+versions_of_sglang := _hicache.py
+versions_of_vllm := _tier.py
+of_version = $(foreach of,.py _doctor.py _unasked.py $(versions_of_$(1)),tests/engines/test_$(1)$(of))
 # vLLM's tests of what an SGLang has computed start both: without SGLang's environment they would be skipped.
 with_sglang = $(if $(ARGS),,$(filter %_sglang.py,$(foreach part,$(RUN),$(if $(filter vllm,$(ENGINES)),$(call tests_of,vllm,$(part))))))
 # Without a file pytest would run all tests there are.

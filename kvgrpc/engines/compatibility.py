@@ -59,7 +59,7 @@ SGLANG = Engine(
     package="sglang",
     tried={
         "0.5.21": (HAND_OFFS,),
-        "0.5.22": (HAND_OFFS,),
+        "0.5.22": (HAND_OFFS, TENSOR_PARALLEL, WINDOWS, LATENTS, EVENTS, STORAGE),
         "0.5.23": (*_OF_BOTH, STAGES, DECODE_STAGES),
     },
     instead="use another transfer backend",
@@ -178,8 +178,8 @@ VLLM = Engine(
     title="vLLM",
     package="vllm",
     tried={
-        "0.31.0": (HAND_OFFS,),
-        "0.32.0": (HAND_OFFS,),
+        "0.31.0": (HAND_OFFS, STORAGE),
+        "0.32.0": (HAND_OFFS, REPLICAS, WINDOWS, LATENTS, STORAGE),
         "0.33.0": (*_OF_BOTH, ALL_STAGES),
     },
     instead="use another kv_connector",

@@ -32,17 +32,12 @@ def host_pool(layout: str = "page_first", heads: int = 2) -> Any:
         device="cpu",
         enable_memory_saver=False,
     )
-    pool = MHATokenToKVPoolHost(
-        device._mha_buffer_info(),
-        host_to_device_ratio=2.0,
-        host_size=0,
-        page_size=PAGE,
-        layout=layout,
-        pin_memory=False,
-        device_capacity_tokens=PAGES * PAGE,
-        start_layer=0,
-        end_layer=3,
-    )
+    size = {"host_to_device_ratio": 2.0, "host_size": 0, "page_size": PAGE, "layout": layout, "pin_memory": False}
+    if hasattr(device, "_mha_buffer_info"):
+        layers = {"device_capacity_tokens": PAGES * PAGE, "start_layer": 0, "end_layer": 3}
+        pool = MHATokenToKVPoolHost(device._mha_buffer_info(), **size, **layers)
+    else:  # before 0.5.23
+        pool = MHATokenToKVPoolHost(device, **size)
     pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape))
     return pool
 

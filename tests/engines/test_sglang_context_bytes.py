@@ -127,11 +127,11 @@ def test_a_lost_rank_ends_the_request(
 def test_what_was_never_run_with_this_sglang_is_told_in_one_line_at_the_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compatibility, "version_of", lambda engine: "0.5.22")
+    monkeypatch.setattr(compatibility, "version_of", lambda engine: "0.5.21")
     monkeypatch.setattr(compatibility, "_warned", set())
     Process(monkeypatch, DisaggregationMode.DECODE, 1, mla=True).close()
     (said,) = [message for message in caplog.messages if "never" in message]
-    assert said.startswith("kvgrpc: latents (MLA): never run with SGLang 0.5.22, but with 0.5.23; ")
+    assert said.startswith("kvgrpc: latents (MLA): never run with SGLang 0.5.21, but with 0.5.23; ")
 
 
 class Divided(NamedTuple):

@@ -276,7 +276,7 @@ def test_features_of_which_a_vllm_is_looked_at_are_those_that_the_engine_uses(
 def test_what_was_never_run_with_this_vllm_is_told_in_one_line_at_the_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compatibility, "version_of", lambda engine: "0.32.0")
+    monkeypatch.setattr(compatibility, "version_of", lambda engine: "0.31.0")
     monkeypatch.setattr(compatibility, "_warned", set())
     config = engine("kv_consumer", tensor_parallel_size=2, data_parallel_index=0)
     config.speculative_config = config.kv_events_config = None
@@ -284,7 +284,7 @@ def test_what_was_never_run_with_this_vllm_is_told_in_one_line_at_the_start(
     for role in KVConnectorRole:
         KvGrpcConnector(config, role, cache_config(WINDOW, attention()))
     (said,) = [message for message in caplog.messages if "never" in message]
-    assert said.startswith("kvgrpc: tensor parallelism, sliding windows: never run with vLLM 0.32.0, but with 0.33.0; ")
+    assert said.startswith("kvgrpc: tensor parallelism, sliding windows: never run with vLLM 0.31.0, but with 0.33.0; ")
 
 
 def test_a_pipeline_stage_says_which_layers_of_the_model_it_has() -> None:

@@ -197,7 +197,7 @@ class KvGrpcStorage(HiCacheStorage):
         """Raises InvalidRequest, FeatureDisabled."""
         if self.pull is None and not self._settings.storage:
             raise InvalidRequest.of("storage", "", "the name of a storage backend; with pull it may be left out")
-        if self.pull is not None and config.pp_size * config.attn_cp_size * config.dcp_size > 1:
+        if self.pull is not None and config.pp_size * config.attn_cp_size * getattr(config, "dcp_size", 1) > 1:
             remedy = "leave pull out of the extra config"
             raise FeatureDisabled(
                 f"pulls of SGLang engines with several stages or context ranks are not built: {remedy}",
@@ -315,19 +315,20 @@ def _settle(results: Sequence[PageResult]) -> None:
 
 
 def _identity(config: Any, pool: Any, mode: KeyMode) -> PageIdentity:
+    """SGLang before 0.5.23 has no storage of decode context parallel ranks, and says nothing of them."""
     return PageIdentity(
         model=config.model_name or "",
         dtype=str(getattr(pool, "dtype", "")).removeprefix("torch."),
         layout=words_of(pool, mode),
-        page_size=config.logical_page_size or getattr(pool, "page_size", 1),
+        page_size=getattr(config, "logical_page_size", None) or getattr(pool, "page_size", 1),
         tp_rank=config.tp_rank,
         tp_size=config.tp_size,
         pp_rank=config.pp_rank,
         pp_size=config.pp_size,
         cp_rank=config.attn_cp_rank,
         cp_size=config.attn_cp_size,
-        dcp_rank=config.dcp_rank,
-        dcp_size=config.dcp_size,
+        dcp_rank=getattr(config, "dcp_rank", 0),
+        dcp_size=getattr(config, "dcp_size", 1),
         replicated=config.is_mla_model,
     )
 

@@ -54,13 +54,13 @@ def test_features_that_were_never_run_with_a_version_are_told_once_in_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(metadata, "version", lambda name: "0.5.22")
+    monkeypatch.setattr(metadata, "version", lambda name: "0.5.21")
     check(engine(), HAND_OFFS)
     assert caplog.messages == []
     for _ in range(2):
         check(engine(), HAND_OFFS, TENSOR_PARALLEL, EVENTS)
     (said,) = caplog.messages
-    assert said.startswith("kvgrpc: tensor parallelism, KV events: never run with SGLang 0.5.22, but with 0.5.23; ")
+    assert said.startswith("kvgrpc: tensor parallelism, KV events: never run with SGLang 0.5.21, but with 0.5.23; ")
 
 
 @pytest.mark.parametrize("name", sorted(ENGINES))

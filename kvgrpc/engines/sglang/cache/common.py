@@ -26,7 +26,8 @@ def order_of(pool: Any, mode: KeyMode) -> tuple[str, ...] | None:
     if type(pool).__name__ != _POOL or order is None:
         return None
     # A draft's layers, another width of values, a format of its own: other engines have none of them.
-    if pool.layer_num != pool.target_layer_num or pool.head_dim != pool.v_head_dim:
+    # SGLang 0.5.21 has a class of its own for values of another width, and pools of this one do not name theirs.
+    if pool.layer_num != pool.target_layer_num or pool.head_dim != getattr(pool, "v_head_dim", pool.head_dim):
         return None
     if getattr(pool, "storage_format_tag", None) is not None:
         return None
