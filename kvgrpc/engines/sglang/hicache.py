@@ -316,12 +316,13 @@ def _settle(results: Sequence[PageResult]) -> None:
 
 def _identity(config: Any, pool: Any, mode: KeyMode) -> PageIdentity:
     """SGLang before 0.5.23 has no storage of decode context parallel ranks, and says nothing of them."""
-    told: int | None = getattr(config, "logical_page_size", None)
+    told = getattr(config, "logical_page_size", None)
+    tokens: int = getattr(pool, "page_size", 1) if told is None else told
     return PageIdentity(
         model=config.model_name or "",
         dtype=str(getattr(pool, "dtype", "")).removeprefix("torch."),
         layout=words_of(pool, mode),
-        page_size=told or getattr(pool, "page_size", 1),
+        page_size=tokens,
         tp_rank=config.tp_rank,
         tp_size=config.tp_size,
         pp_rank=config.pp_rank,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -501,18 +500,19 @@ async def test_a_rank_that_reads_nothing_is_kept_no_more_orders_than_there_may_b
 
 async def test_a_stream_that_is_ended_while_something_is_put_on_it_has_ended() -> None:
     """It would have been told beats for as long as its connection stood."""
-    stream, ending = _Stream(asyncio.get_running_loop(), 60.0), []
+    stream = _Stream(asyncio.get_running_loop(), 60.0)
+    ending = threading.Thread(target=stream.end)
 
-    class Waiting(deque[pb.JoinAgreementResponse]):
-        def append(self, message: pb.JoinAgreementResponse) -> None:
-            ending.append(threading.Thread(target=stream.end))
-            ending[0].start()
-            ending[0].join(0.2)  # as long as the loop's thread has the interpreter, where nothing holds it up
-            super().append(message)
+    class Message:
+        @property
+        def starts(self) -> Sequence[pb.AgreementStart]:
+            ending.start()
+            ending.join(0.2)  # as long as the loop's thread has the interpreter, where nothing holds it up
+            return ()
 
-    stream._waiting = Waiting()
-    stream.put(pb.JoinAgreementResponse(terminated=["1"]))
-    ending[0].join()
+    message: Any = Message()
+    stream.put(message)
+    ending.join()
     with pytest.raises(TooManyRequests):
         stream.check()
 
