@@ -27,6 +27,7 @@ from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1 import pull_service_pb2
 from tests.engines.vllm_tiers import BLOCK, Offloading, ended, keys_of, offloading, prompt, start
+from tests.support.faults.storage import DOWN, FaultyBackend
 
 POLLS = "vllm_offload_tier_poll"
 PULL = {"staging_pages": 64, "answer_timeout": 5.0, "stall_timeout": 5.0}
@@ -140,6 +141,19 @@ def test_what_the_holder_lacks_comes_from_storage(tmp_path: Path) -> None:
 def taker_sees(taker: Offloading, takers: SyncClient) -> bool:
     """Whether the taker has heard of the holder."""
     return bool(taker.tier._server._peer._holders.candidates())
+
+
+def test_a_store_that_is_down_hides_nothing_of_what_other_engines_have(tmp_path: Path) -> None:
+    """The other engine has the head of the prompt, and for the rest the store is asked."""
+    keys = keys_of(prompt(6))
+    with pair(tmp_path) as (holder, _, taker, takers):
+        holder.compute(keys[:4])
+        comes(taker, takers, prompt(4))
+        taker.empty_host()
+        peers = taker.manager.secondary_tiers[0].peers
+        peers._storage = FaultyBackend(peers._storage, lambda call, key: DOWN)
+        assert taker.look_up(keys) == 4 and taker.request(keys) == 4
+        assert any(call == "count" for call, _ in peers._storage.calls)
 
 
 def test_a_stranger_hears_nothing_of_storage_and_nothing_is_promoted_for_it(

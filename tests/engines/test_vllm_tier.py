@@ -7,6 +7,7 @@ import mmap
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,10 +61,10 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Hung:
     return hung
 
 
-def tier_over(memory: mmap.mmap, timeout: float = 30.0) -> tuple[KvGrpcTier, memoryview]:
+def tier_over(memory: mmap.mmap, timeout: float = 30.0, peers: bool = False) -> tuple[KvGrpcTier, memoryview]:
     chunks: Any = np.frombuffer(memory, np.uint8).reshape(CHUNKS, CHUNK_BYTES)
     view = memoryview(chunks)
-    made: Any = KvGrpcTier(SimpleNamespace(), view, "KvGrpcTier", "file", timeout=timeout)
+    made: Any = KvGrpcTier(SimpleNamespace(), view, "KvGrpcTier", "file", timeout=timeout, peers=peers)
     made.submit_store(TransferJob(1, [KEY], np.array([2]), False, ReqContext(req_id="r")))
     return made, view
 
@@ -161,6 +162,57 @@ def test_a_store_that_answers_too_few_or_too_many_results_brought_nothing(
     (result,) = tier.get_finished_jobs()
     assert not result.success and not result.successful_keys
     assert f"{answered} results for 1 chunks" in caplog.text
+    tier.shutdown()
+
+
+def test_chunks_of_a_call_that_timed_out_are_kept_where_a_later_call_of_the_job_goes_wrong(
+    store: Hung, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job whose chunks do not follow each other makes several. vLLM gives its chunks to others when it ends."""
+    calls: list[Sequence[str]] = []
+    both = threading.Event()
+
+    def read(keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
+        calls.append(keys)
+        if len(calls) == 1:
+            return [timed_out("it hangs", store.released)]
+        both.set()
+        raise OSError("the store is broken")
+
+    monkeypatch.setattr(store, "read", read, raising=False)
+    made: Any = tier_over(mmap.mmap(-1, CHUNKS * CHUNK_BYTES), peers=True)[0]
+    prompt, context = [bytes([number]) * 32 + b"\0\0\0\0" for number in range(3)], ReqContext(req_id="r")
+    for number, key in enumerate(prompt, start=1):
+        context.set_offload_key_position(key, number * 16)
+    try:
+        made.submit_load(TransferJob(7, [prompt[0], prompt[2]], np.array([0, 1]), True, context))
+        assert both.wait(10.0)
+        wait([made._running[7][0]], 0.5)
+        assert not made._running[7][0].done(), "the store may still write to the first chunk"
+    finally:
+        store.released.set()
+    wait([made._running[7][0]], 10.0)
+    assert [(each.success, each.successful_keys) for each in made.get_finished_jobs() if each.job_id == 7] == [
+        (False, None)
+    ]
+    made.shutdown()
+
+
+def test_the_names_of_a_jobs_chunks_are_made_beside_the_engines_thread(
+    store: Hung, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    real = KvGrpcTier._names
+
+    def names(tier: KvGrpcTier, keys: Sequence[Any]) -> list[str]:
+        threads.append(threading.current_thread().name)
+        return real(tier, keys)
+
+    monkeypatch.setattr(KvGrpcTier, "_names", names)
+    store.released.set()
+    tier, _ = tier_over(mmap.mmap(-1, CHUNKS * CHUNK_BYTES))
+    tier.drain_jobs()
+    assert len(threads) == 1 and threads[0].startswith("kvgrpc-tier-write")
     tier.shutdown()
 
 

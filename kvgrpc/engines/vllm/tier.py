@@ -38,7 +38,15 @@ from kvgrpc.errors import InvalidRequest, StorageFailed
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.prefetch.model import Released
 from kvgrpc.prefetch.storage import open_backend
-from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers, PageResult, PageSource, StorageBackend
+from kvgrpc.prefetch.storage.base import (
+    MemoryRange,
+    PageBuffers,
+    PageResult,
+    PageSource,
+    StorageBackend,
+    StorageDown,
+    failed,
+)
 from kvgrpc.prefetch.storage.keys import KeyMode, Keys, PageIdentity
 from kvgrpc.pull.taking.peers import PeersBackend
 
@@ -222,7 +230,19 @@ class KvGrpcTier(SecondaryTierManager):
                 near = self._source(_hexes(prompt), stretch.first, only).count_leading(
                     names[: stretch.length], self._timeout
                 )
-        return [True] * near + (self.backend.contains(names[near:], self._timeout) if near < len(names) else [])
+        return [True] * near + self._stored(names[near:], alone=not near)
+
+    def _stored(self, names: Sequence[str], alone: bool) -> list[bool]:
+        """Returns which chunks the store has. Raises StorageDown if these are ``alone``; else others are there."""
+        if not names:
+            return []
+        try:
+            return self.backend.contains(names, self._timeout)
+        except StorageDown as error:
+            if alone:
+                raise
+            self._complain(str(error))
+            return [False] * len(names)
 
     def _read(
         self, job: TransferJob, names: Sequence[str], pages: Sequence[PageBuffers], timeout: float
@@ -234,20 +254,22 @@ class KvGrpcTier(SecondaryTierManager):
         for stretch in stretches(prompt, list(job.keys)):
             part = slice(stretch.start, stretch.start + stretch.length)
             left = max(0.001, end - time.monotonic())
-            results += self._source(hashes, stretch.first, only).read(names[part], pages[part], left)
+            try:
+                results += self._source(hashes, stretch.first, only).read(names[part], pages[part], left)
+            except Exception as error:  # chunks of the calls before it may be in use yet
+                results += [failed(f"{type(error).__name__}: {error}")] * stretch.length
         return results
 
     def _source(self, prompt: Sequence[str], first: int, only: Collection[str] | None = None) -> PageSource:
         return self.backend if self.peers is None else self.peers.behind(prompt, first, only)
 
     def _submit(self, pool: ThreadPoolExecutor, call: Callable[..., list[PageResult]], job: TransferJob) -> None:
-        names = self._names(job.keys)
-        size = self.block_size_bytes
-        pages: list[PageBuffers] = [((self.address + int(chunk) * size, size),) for chunk in job.chunk_ids]
-        self._running[job.job_id] = pool.submit(self._run, call, names, pages), job
+        self._running[job.job_id] = pool.submit(self._run, call, job), job
 
-    def _run(self, call: Callable[..., list[PageResult]], names: list[str], pages: Sequence[PageBuffers]) -> list[bool]:
+    def _run(self, call: Callable[..., list[PageResult]], job: TransferJob) -> list[bool]:
         """Returns only when the store uses the chunks no more, for vLLM gives them to others, or the tier closes."""
+        names, size = self._names(job.keys), self.block_size_bytes
+        pages: list[PageBuffers] = [((self.address + int(chunk) * size, size),) for chunk in job.chunk_ids]
         results = call(names, pages, self._timeout)
         for result in results:
             if result.released is not None:

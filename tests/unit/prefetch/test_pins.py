@@ -68,10 +68,11 @@ def test_a_caller_pins_as_many_pages_as_it_leaves_to_others() -> None:
 def test_a_repeat_takes_the_place_of_the_callers_own_pin_and_of_no_others() -> None:
     async def run() -> None:
         cache = Cache()
+        assert await cache.fill("a") == 3
         for _ in range(20):
-            assert await cache.pin("a", "one-") == PROMPT
-        assert await cache.pin("b", "one-") == PROMPT
-        assert cache.pins._shares.count == 2 * PROMPT
+            assert await cache.pin("a", "a-0-") == PROMPT
+        assert await cache.pin("b", "a-0-") == PROMPT
+        assert cache.pins._shares.count == 4 * PROMPT
 
     asyncio.run(run())
 
