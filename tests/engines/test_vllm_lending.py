@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -365,6 +367,25 @@ def test_a_lookup_counts_what_other_engines_have(tmp_path: Path) -> None:
         holder.wait(lambda: taker_sees(taker, takers))
         found = takers.lookup(pb.PromptPages(tokens=prompt(5)))
         assert (found.host_pages, found.storage_pages, found.page_tokens) == (0, 5, BLOCK)
+
+
+def test_many_questions_do_not_hold_vllm_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not come to be answered in its time is answered in the next round, in the order of asking."""
+    now, answered = [0.0], list[int]()
+    monkeypatch.setattr(questions, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    asked = questions.Questions(lambda: None)
+
+    def take(number: int, parent: Any) -> None:
+        now[0] += 0.6 * questions.ANSWERING_SECONDS
+        answered.append(number)
+
+    for number in range(5):
+        asked._asked.append((partial(take, number), Future()))
+    rounds = []
+    while len(asked):
+        asked.answer(cast(Any, None))
+        rounds.append(list(answered))
+    assert rounds == [[0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
 
 
 def test_a_long_question_does_not_hold_vllm_for_all_of_it() -> None:

@@ -19,7 +19,9 @@ from kvgrpc.engines.vllm.offload.promotion import NEAR
 from kvgrpc.errors import PeerUnreachable, TooManyRequests
 
 MAX_QUESTIONS = 256
-KEYS_OF_A_QUESTION = 4096
+KEYS_OF_A_QUESTION = 512
+# After which the others wait for the next round: vLLM's scheduler waits meanwhile, and a round comes each millisecond.
+ANSWERING_SECONDS = 0.001
 _BEING_ANSWERED_SECONDS = 5.0
 T = TypeVar("T")
 
@@ -75,7 +77,8 @@ class Questions:
         return found
 
     def answer(self, parent: ParentManager) -> None:
-        """Those that wait now."""
+        """Those that wait now, in their order, as far as there is time."""
+        end = time.monotonic() + ANSWERING_SECONDS
         for _ in range(len(self._asked)):
             question, answer = self._asked.popleft()
             if not answer.set_running_or_notify_cancel():
@@ -84,6 +87,8 @@ class Questions:
                 answer.set_result(question(parent))
             except Exception as error:
                 answer.set_exception(error)
+            if time.monotonic() >= end:
+                return
 
 
 def _give_back(give_back: Callable[[Any], None], answer: Future[Any]) -> None:
