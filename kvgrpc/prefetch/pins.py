@@ -26,6 +26,11 @@ class CallersPins:
         # By the last page hash that was asked for, and the caller.
         self._pins: dict[str, dict[str, _Pin]] = {}
 
+    @property
+    def pages(self) -> int:
+        """All that callers pin."""
+        return self._shares.count
+
     async def pin(
         self,
         hashes: Sequence[str],

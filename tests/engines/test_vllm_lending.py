@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +14,7 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, get_offload_block_hash, make_offload_key
 
 from kvgrpc.client import SyncClient
-from kvgrpc.engines.vllm import orders
+from kvgrpc.engines.vllm import orders, tier
 from kvgrpc.engines.vllm.offload import questions
 from kvgrpc.engines.vllm.offload.lending import LentChunks
 from kvgrpc.engines.vllm.offload.promotion import LOOKUPS_OF_A_STEP, NEAR, Promotion
@@ -29,7 +27,8 @@ from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1 import pull_service_pb2
 from tests.engines.vllm_tiers import BLOCK, Offloading, ended, keys_of, offloading, prompt, start
-from tests.support.faults.storage import DOWN, FaultyBackend
+from tests.support.faults.storage import DOWN, FaultyBackend, memory_backend
+from tests.support.waiting import SECONDS, wait_until
 
 POLLS = "vllm_offload_tier_poll"
 PULL = {"staging_pages": 64, "answer_timeout": 5.0, "stall_timeout": 5.0}
@@ -145,17 +144,19 @@ def taker_sees(taker: Offloading, takers: SyncClient) -> bool:
     return bool(taker.tier._server._peer._holders.candidates())
 
 
-def test_a_store_that_is_down_hides_nothing_of_what_other_engines_have(tmp_path: Path) -> None:
+def test_a_store_that_is_down_hides_nothing_of_what_other_engines_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other engine has the head of the prompt, and for the rest the store is asked."""
-    keys = keys_of(prompt(6))
+    keys, store = keys_of(prompt(6)), FaultyBackend(memory_backend())
+    monkeypatch.setattr(tier, "open_backend", lambda *_: store)
     with pair(tmp_path) as (holder, _, taker, takers):
         holder.compute(keys[:4])
         comes(taker, takers, prompt(4))
         taker.empty_host()
-        peers = taker.manager.secondary_tiers[0].peers
-        peers._storage = FaultyBackend(peers._storage, lambda call, key: DOWN)
+        store.fault, asked = lambda call, key: DOWN, len(store.calls)
         assert taker.look_up(keys) == 4 and taker.request(keys) == 4
-        assert any(call == "count" for call, _ in peers._storage.calls)
+        assert "count" in {call for call, _ in store.calls[asked:]}
 
 
 def test_a_stranger_hears_nothing_of_storage_and_nothing_is_promoted_for_it(
@@ -247,17 +248,25 @@ def test_a_holder_that_empties_its_cache_while_it_lends_ends_no_engine(tmp_path:
         holder.wait(holder.nothing_is_held)
 
 
-def test_a_cache_is_emptied_once_nothing_of_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long that takes: what vLLM gives away before is copied with other bytes, or vLLM ends with an assert."""
-    monkeypatch.setattr(orders, "_CLOSE_SECONDS", 0.2)
-    monkeypatch.setattr(orders, "_SAY_SECONDS", 0.1)
-    lent: list[LentChunks] = []
+@pytest.fixture
+def lent(monkeypatch: pytest.MonkeyPatch) -> list[LentChunks]:
+    """Of the engines that are opened."""
+    made: list[LentChunks] = []
 
     def lends(*arguments: Any) -> LentChunks:
-        lent.append(LentChunks(*arguments))
-        return lent[0]
+        made.append(LentChunks(*arguments))
+        return made[-1]
 
     monkeypatch.setattr(orders, "LentChunks", lends)
+    return made
+
+
+def test_a_cache_is_emptied_once_nothing_of_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lent: list[LentChunks]
+) -> None:
+    """What vLLM gives away before is copied with other bytes, or vLLM ends with an assert."""
+    monkeypatch.setattr(orders, "_CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(orders, "_SAY_SECONDS", 0.1)
     tokens = prompt(6)
     with offloading(tmp_path) as (engine, _):
         engine.compute(keys_of(tokens))
@@ -311,7 +320,7 @@ def test_a_holder_that_is_gone_costs_a_miss(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_hangs_fails_the_emptying_of_the_cache_and_the_engine_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lent: list[LentChunks]
 ) -> None:
     """What is being read stays what it was."""
     monkeypatch.setattr(orders, "_HUNG_SECONDS", 0.3)
@@ -319,7 +328,7 @@ def test_a_copy_that_hangs_fails_the_emptying_of_the_cache_and_the_engine_goes_o
     keys = keys_of(prompt(6))
     with offloading(tmp_path) as (engine, client):
         engine.compute(keys)
-        with engine.tier._lent.reading(hashes_of(keys)) as chunks:
+        with lent[0].reading(hashes_of(keys)) as chunks:
             assert len(chunks) == 6
             with pytest.raises(StorageFailed, match="cannot be emptied now: chunks are still being copied"):
                 engine.empty_host()
@@ -370,22 +379,25 @@ def test_a_lookup_counts_what_other_engines_have(tmp_path: Path) -> None:
 
 
 def test_many_questions_do_not_hold_vllm_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not come to be answered in its time is answered in the next round, in the order of asking."""
-    now, answered = [0.0], list[int]()
+    """What does not come to be answered in its time is answered in the next round."""
+    now = [0.0]
     monkeypatch.setattr(questions, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    asked = questions.Questions(lambda: None)
+    asked, rounds = questions.Questions(lambda: None), list[int]()
 
-    def take(number: int, parent: Any) -> None:
+    def take(parent: Any) -> None:
         now[0] += 0.6 * questions.ANSWERING_SECONDS
-        answered.append(number)
+        rounds[-1] += 1
 
-    for number in range(5):
-        asked._asked.append((partial(take, number), Future()))
-    rounds = []
+    asking = [threading.Thread(target=asked.ask, args=(take, SECONDS)) for _ in range(5)]
+    for each in asking:
+        each.start()
+    wait_until(lambda: len(asked) == len(asking))
     while len(asked):
+        rounds.append(0)
         asked.answer(cast(Any, None))
-        rounds.append(list(answered))
-    assert rounds == [[0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    assert rounds == [2, 2, 1]
+    for each in asking:
+        each.join()
 
 
 def test_a_long_question_does_not_hold_vllm_for_all_of_it() -> None:

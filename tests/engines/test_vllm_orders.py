@@ -9,21 +9,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext
-from vllm.v1.kv_offload.tiering.base import JobResult
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from kvgrpc.client import SyncClient
 from kvgrpc.engines.vllm import orders
 from kvgrpc.engines.vllm.offload import promotion
+from kvgrpc.engines.vllm.offload.engine_core import EngineCore
 from kvgrpc.engines.vllm.offload.keys import ChunkNames
 from kvgrpc.engines.vllm.offload.outcomes import Outcomes
 from kvgrpc.engines.vllm.offload.promotion import Promotion
 from kvgrpc.engines.vllm.orders import config_of
 from kvgrpc.engines.vllm.tier import KvGrpcTier
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, StorageFailed
-from kvgrpc.hashing import each_block_hash
-from kvgrpc.prefetch.model import OperationKind, Stop
-from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.server import RankConfig
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
@@ -54,10 +52,6 @@ def over(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(KvGrpcTier, "on_request_finished", hear)
     return ended_requests
-
-
-def order_of(tokens: Sequence[int]) -> Order:
-    return Order(kind=OperationKind.PREFETCH, hashes=tuple(each.hex() for each in each_block_hash(tokens, BLOCK)))
 
 
 def test_an_order_brings_what_storage_has_and_holds_nothing_afterwards(tmp_path: Path) -> None:
@@ -313,7 +307,7 @@ def test_an_emptied_cache_ends_an_order_and_the_next_one_is_whole(tmp_path: Path
         store.let_go()
         for operation in operations:
             end = ended(client, operation)
-            assert (end.state, end.stop, end.completed_pages) == lost and "could not be brought" in end.failure.message
+            assert (end.state, end.stop, end.completed_pages) == lost and "emptied" in end.failure.message
         engine.wait(engine.nothing_is_held)
         assert ended(client, start(client, prompt(8))).completed_pages == 8 and engine.request(keys) == 8
 
@@ -365,19 +359,19 @@ class Work:
     """Counts what each step of an engine does for orders: names of chunks that it makes, and chunks that it looks for
     on the device."""
 
-    def __init__(self, engine: Offloading, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps = [Counter[str]()]
-        self._note(monkeypatch, engine.tier._names, "keys")
-        self._note(monkeypatch, engine.tier._core, "leading_on_device")
+        self._note(monkeypatch, ChunkNames, "keys")
+        self._note(monkeypatch, EngineCore, "leading_on_device")
 
-    def _note(self, monkeypatch: pytest.MonkeyPatch, part: Any, call: str) -> None:
-        real = getattr(part, call)
+    def _note(self, monkeypatch: pytest.MonkeyPatch, kind: type, call: str) -> None:
+        real = getattr(kind, call)
 
-        def note(chunks: Sequence[Any]) -> Any:
+        def note(part: Any, chunks: Sequence[Any]) -> Any:
             self.steps[-1][call] += len(chunks)
-            return real(chunks)
+            return real(part, chunks)
 
-        monkeypatch.setattr(part, call, note)
+        monkeypatch.setattr(kind, call, note)
 
     def most(self, what: str) -> int:
         return max(each[what] for each in self.steps)
@@ -386,21 +380,11 @@ class Work:
         return sum(each[what] for each in self.steps)
 
 
-def be_idle(engine: Offloading) -> None:
-    """No step is taken, nor what a step let in and is not begun yet."""
-    engine.stop_stepping()
-    with engine.manager.lock:
-        engine.tier._stepped = False
-
-
 def step_on(engine: Offloading, over: Callable[[], bool], work: Work | None = None) -> None:
-    """The engine itself, one step after the other, and nobody between them."""
+    """Steps of an idle engine, one after the other."""
 
     def stepped() -> bool:
-        with engine.manager.lock:
-            engine.tier._stepped = True
-            engine.manager.on_schedule_end(ScheduleEndContext(new_req_ids=[], preempted_req_ids=[]))
-            engine.tier._stepped = False
+        engine.step()
         if work is not None:
             work.steps.append(Counter())
         return over()
@@ -412,13 +396,13 @@ def test_a_step_does_a_part_of_the_work_for_long_orders(tmp_path: Path, monkeypa
     """However many there are, for the engine's requests wait for its step."""
     monkeypatch.setattr(promotion, "NAMES_OF_A_STEP", 16)
     monkeypatch.setattr(promotion, "LOOKUPS_OF_A_STEP", 8)
-    with offloading(tmp_path, limits={"occupancy": 1.0}) as (engine, _):
+    with offloading(tmp_path, limits={"occupancy": 1.0}, polls=False) as (engine, client):
         engine.compute(keys_of(prompt(2)))
-        be_idle(engine)
-        work = Work(engine, monkeypatch)
-        begun = [engine.tier._orders.start(order_of(prompt(40))) for _ in range(8)]
-        step_on(engine, lambda: all(each.ended for each in begun), work)
-        assert {each.covered for each in begun} == {2}
+        engine.stop_stepping()
+        work = Work(monkeypatch)
+        begun = [start(client, prompt(40)) for _ in range(8)]
+        step_on(engine, lambda: all(row(client, each).quiescent for each in begun), work)
+        assert {row(client, each).covered_pages for each in begun} == {2}
         assert work.all("keys") == 8 * 40 and work.most("keys") == 16
         assert work.all("leading_on_device") > 0 and work.most("leading_on_device") <= 8
 
@@ -427,25 +411,32 @@ def test_long_orders_do_not_all_end_in_one_step(tmp_path: Path, monkeypatch: pyt
     """vLLM looks at each chunk of a request that ends, and of a pin."""
     monkeypatch.setattr(orders, "_CHUNKS_AT_ONCE", 4)
     monkeypatch.setattr(promotion, "LOOKUPS_OF_A_STEP", 4)
-    with offloading(tmp_path, limits={"occupancy": 1.0}) as (engine, _):
+    with offloading(tmp_path, limits={"occupancy": 1.0}, polls=False) as (engine, client):
         engine.compute(keys_of(prompt(6)))
-        be_idle(engine)
-        released, calls = engine.tier.get_finished_jobs, [0]
+        engine.stop_stepping()
+        pins, released, calls = dict[int, int](), engine.tier.get_finished_jobs, [0]
+        make = engine.manager.create_store_job
+
+        def pin(keys: Sequence[OffloadKey], *more: Any) -> TransferJob:
+            job: TransferJob = make(keys, *more)
+            pins[job.job_id] = len(keys)
+            return job
 
         def release() -> list[JobResult]:
             found = list(released())
-            calls.append(sum(len(engine.manager._jobs[each.job_id].transfer_job.keys) for each in found))
+            calls.append(sum(pins[each.job_id] for each in found))
             return found
 
+        monkeypatch.setattr(engine.manager, "create_store_job", pin)
         monkeypatch.setattr(engine.tier, "get_finished_jobs", release)
-        begun, ended_in = [engine.tier._orders.start(order_of(prompt(7))) for _ in range(2)], list[int]()
+        begun, ended_in = [start(client, prompt(7)) for _ in range(2)], list[int]()
 
         def over() -> bool:
-            ended_in.append(sum(each.ended for each in begun))
+            ended_in.append(sum(row(client, each).quiescent for each in begun))
             return ended_in[-1] == 2 and engine.nothing_is_held()
 
         step_on(engine, over)
-        assert {each.covered for each in begun} == {6} and 1 in ended_in
+        assert {row(client, each).covered_pages for each in begun} == {6} and 1 in ended_in
         assert sum(calls) == 12 and max(calls) <= 4
 
 
@@ -467,23 +458,27 @@ def test_an_emptied_host_holds_nothing_however_much_was_pinned(tmp_path: Path, m
         assert ended(client, operation).quiescent
 
 
-@pytest.mark.parametrize(
-    ("cut", "end"), [(Stop.CANCELLED, CUTS["by its router"][2]), (Stop.DEADLINE, CUTS["by its deadline"][2])]
-)
+@pytest.mark.parametrize(("cut", "timeout", "end"), CUTS.values(), ids=CUTS)
 def test_a_long_order_that_is_cut_before_all_its_chunks_have_names_ends_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: list[str], cut: Stop, end: tuple[int, int]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    over: list[str],
+    cut: Cut,
+    timeout: float | None,
+    end: tuple[int, int],
 ) -> None:
     monkeypatch.setattr(promotion, "NAMES_OF_A_STEP", 2)
-    with offloading(tmp_path) as (engine, _):
+    with offloading(tmp_path, polls=False) as (engine, client):
         engine.compute(keys_of(prompt(8)))
-        be_idle(engine)
-        work = Work(engine, monkeypatch)
-        operation = engine.tier._orders.start(order_of(prompt(8)))
+        engine.stop_stepping()
+        work = Work(monkeypatch)
+        operation = start(client, prompt(8), timeout)
         step_on(engine, lambda: work.all("keys") == 4)
-        engine.tier._orders.terminate(operation, cut)
-        assert not operation.ended
-        step_on(engine, lambda: True)
-        assert (int(operation.state), int(operation.stop), operation.completed) == (*end, 0)
+        cut(engine, client, operation)
+        assert not row(client, operation).quiescent
+        engine.step()
+        operation = row(client, operation)
+        assert (operation.state, operation.stop, operation.completed_pages) == (*end, 0)
         assert work.all("keys") == 4
         step_on(engine, lambda: engine.nothing_is_held() and not engine.manager.has_pending_work())
         assert over.count(f"kvgrpc-{operation.operation_id}") == 1

@@ -7,14 +7,13 @@ import mmap
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import wait
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from vllm.v1.kv_offload.base import ReqContext
-from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_block_hash
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from kvgrpc.engines.vllm import tier as module
 from kvgrpc.engines.vllm.tier import KvGrpcTier
@@ -22,6 +21,7 @@ from kvgrpc.engines.vllm.worker import Worker
 from kvgrpc.errors import StorageFailed
 from kvgrpc.prefetch.storage.base import OK, MemoryRange, PageBuffers, PageResult, timed_out
 from kvgrpc.prefetch.storage.keys import PageIdentity
+from tests.support.waiting import wait_until
 
 KEY = b"0" * 32 + b"\0\0\0\0"
 CHUNKS, CHUNK_BYTES = 4, 4096
@@ -184,17 +184,21 @@ def test_chunks_of_a_call_that_timed_out_are_kept_where_a_later_call_of_the_job_
     prompt, context = [bytes([number]) * 32 + b"\0\0\0\0" for number in range(3)], ReqContext(req_id="r")
     for number, key in enumerate(prompt, start=1):
         context.set_offload_key_position(key, number * 16)
+    results: list[JobResult] = []
+
+    def over(number: int) -> bool:
+        results.extend(each for each in made.get_finished_jobs() if each.job_id == number)
+        return bool(results)
+
     try:
         made.submit_load(TransferJob(7, [prompt[0], prompt[2]], np.array([0, 1]), True, context))
         assert both.wait(10.0)
-        wait([made._running[7][0]], 0.5)
-        assert not made._running[7][0].done(), "the store may still write to the first chunk"
+        time.sleep(0.5)  # a while in which it must not end: the store may still write to the first chunk
+        assert not over(7)
     finally:
         store.released.set()
-    wait([made._running[7][0]], 10.0)
-    assert [(each.success, each.successful_keys) for each in made.get_finished_jobs() if each.job_id == 7] == [
-        (False, None)
-    ]
+    wait_until(lambda: over(7))
+    assert [(each.success, each.successful_keys) for each in results] == [(False, None)]
     made.shutdown()
 
 
@@ -202,13 +206,12 @@ def test_the_names_of_a_jobs_chunks_are_made_beside_the_engines_thread(
     store: Hung, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
-    real = KvGrpcTier._names
 
-    def names(tier: KvGrpcTier, keys: Sequence[Any]) -> list[str]:
+    def of_key(key: OffloadKey) -> Any:
         threads.append(threading.current_thread().name)
-        return real(tier, keys)
+        return get_offload_block_hash(key)
 
-    monkeypatch.setattr(KvGrpcTier, "_names", names)
+    monkeypatch.setattr(module, "get_offload_block_hash", of_key)
     store.released.set()
     tier, _ = tier_over(mmap.mmap(-1, CHUNKS * CHUNK_BYTES))
     tier.drain_jobs()

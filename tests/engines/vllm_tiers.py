@@ -44,15 +44,17 @@ class Offloading:
     """vLLM's tiering manager over a folder, stepped by a thread as an engine core that is never idle."""
 
     def __init__(self, path: Path | None, **orders: Any) -> None:
-        """``path``: None: no storage, other engines alone."""
+        """``path``: None: no storage, other engines alone. ``polls`` False: vLLM's polling thread comes to no tier."""
         tier: dict[str, Any] = {"type": "KvGrpcTier", "module_path": "kvgrpc.engines.vllm.tier"}
         if path is not None:
             tier |= {"storage": "file", "storage_config": {"path": str(path), "max_bytes": "64MB"}}
         if "pull" in orders:
             tier["peers"] = True
         ours = {"type": "KvGrpcOrders", "module_path": "kvgrpc.engines.vllm.orders", "engine": "P0"}
+        polling = {} if orders.pop("polls", True) else {"tier_poll_interval_s": 0}
         limits = {"threshold_tokens": BLOCK, **orders.pop("limits", {})}
         extra = {
+            **polling,
             "cpu_bytes_to_use": CHUNKS * CHUNK_BYTES,
             "secondary_tiers": [
                 tier,

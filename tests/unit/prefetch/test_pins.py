@@ -72,7 +72,7 @@ def test_a_repeat_takes_the_place_of_the_callers_own_pin_and_of_no_others() -> N
         for _ in range(20):
             assert await cache.pin("a", "a-0-") == PROMPT
         assert await cache.pin("b", "a-0-") == PROMPT
-        assert cache.pins._shares.count == 4 * PROMPT
+        assert cache.pins.pages == 4 * PROMPT
 
     asyncio.run(run())
 
@@ -83,11 +83,11 @@ def test_a_pin_counts_until_its_time_or_its_end() -> None:
         await cache.pin("a", "one-", seconds=0.05)
         await cache.pin("a", "two-")
         await cache.pin("b", "two-")
-        assert cache.pins._shares.count == 3 * PROMPT
+        assert cache.pins.pages == 3 * PROMPT
         cache.pins.ended([f"two-{n}" for n in range(64)])
-        assert cache.pins._shares.count == PROMPT
-        await until(lambda: not cache.pins._shares.count)
-        assert not cache.pins._pins and not cache.pins._shares._of_callers
+        assert cache.pins.pages == PROMPT
+        await until(lambda: not cache.pins.pages)
+        assert await cache.fill("a") == 3, "as if it had pinned nothing"
 
     asyncio.run(run())
 
@@ -115,10 +115,10 @@ def test_a_pin_whose_caller_went_away_counts_and_one_that_was_refused_does_not()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        assert pins._shares.count == PROMPT
+        assert pins.pages == PROMPT
         with pytest.raises(FeatureDisabled):
             await pins.pin(["01"], 60.0, count, refused)
-        assert pins._shares.count == PROMPT
+        assert pins.pages == PROMPT
         pins.close()
 
     asyncio.run(run())

@@ -22,6 +22,7 @@ NAMES_OF_A_STEP = 4096
 # Of a context: of the host alone, so that nothing is promoted.
 NEAR = TierFilter(())
 _LOST = "a chunk that a tier had could not be brought, or was evicted at once; the tier's own log says more"
+_EMPTIED = "vLLM emptied its host cache while the order ran; order again"
 
 
 class _Known(enum.IntEnum):
@@ -70,7 +71,7 @@ class Promotion:
         self._moved = 0
         # How many of those that came were told.
         self._followed = 0
-        self._stop = Stop.NONE
+        self._stop, self._why_lost = Stop.NONE, _LOST
 
     @property
     def held(self) -> int:
@@ -109,7 +110,7 @@ class Promotion:
 
     def lose(self) -> None:
         """vLLM empties its host: nothing of the prompt is there any more, and no more of it is brought."""
-        self._stop, self._begun = self._stop or Stop.PAGE_LOST, True
+        self._stop, self._begun, self._why_lost = self._stop or Stop.PAGE_LOST, True, _EMPTIED
         self._covered = self._there = self._found = self._end = 0
 
     def abandon(self, parent: ParentManager) -> None:
@@ -231,7 +232,7 @@ class Promotion:
             state = OperationState.DONE
         else:
             state, stop = OperationState.DECLINED, Stop.BELOW_THRESHOLD
-        lost = (
-            StorageFailed(_LOST, metadata={"backend": "vLLM", "status": "FAILED"}) if stop is Stop.PAGE_LOST else None
-        )
-        self._orders.end(self.operation, state, stop, None if lost is None else Failure.of(lost))
+        failure = None
+        if stop is Stop.PAGE_LOST:
+            failure = Failure.of(StorageFailed(self._why_lost, metadata={"backend": "vLLM", "status": "FAILED"}))
+        self._orders.end(self.operation, state, stop, failure)
