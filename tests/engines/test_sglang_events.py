@@ -130,10 +130,11 @@ async def test_sglangs_own_publisher_is_followed_through_a_relay() -> None:
 
 
 def test_a_publisher_that_cannot_be_served_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threading.enumerate())  # those of other tests may be about to end
     monkeypatch.setenv("KVGRPC_EVENTS_LISTEN", "no address")
     with pytest.raises(InvalidRequest):
         KvGrpcPublisher(0, endpoint=f"tcp://*:{free_port()}")
-    assert not [each for each in threading.enumerate() if each.name.startswith("kvgrpc-events")]
+    assert not [each for each in set(threading.enumerate()) - before if each.name.startswith("kvgrpc-events")]
 
 
 class Published:

@@ -21,6 +21,8 @@ from tests.simulation.pull_world import PullWorld
 
 SEEDS = range(50)
 REPLAYED = SEEDS[:3]
+# In which at once is seen what few worlds show; the others are looked at where it is not.
+SHOWN_BY = {"no share of a page is written any more": 155, "a pull has an end": 132}
 # In which a holder that drains ends a room.
 RARE_SEEDS = (82, 102)
 ROOT = Path(__file__).parents[2]
@@ -57,7 +59,7 @@ def test_three_thousand_worlds_end_without_a_violation() -> None:
 def test_without_a_rule_of_pulls_the_simulation_says_so(rule: str) -> None:
     rules, expected = OFF[rule]
     said: set[str] = set()
-    for seed in range(200):
+    for seed in dict.fromkeys((SHOWN_BY.get(rule, 0), *range(200))):
         said.update(what for _, what, _ in PullWorld(seed, rules).run().violations)
         if any(expected in what for what in said):
             return

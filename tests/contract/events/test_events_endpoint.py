@@ -21,6 +21,7 @@ from kvgrpc.server.rank.opening import dialled_endpoint
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 
 def endpoints(**settings: Any) -> tuple[str, str]:
@@ -129,6 +130,4 @@ def test_a_relay_that_cannot_be_opened_leaves_no_thread(listen: str) -> None:
         EventRelay(where, "tcp://127.0.0.1:1", "E").open()
     # Threads of gRPC and of the loop that all share are not a relay's.
     stayed = {thread for thread in set(threading.enumerate()) - before if "events" in thread.name}
-    for thread in stayed:
-        thread.join(2.0)
-    assert not [thread.name for thread in stayed if thread.is_alive()]
+    wait_until(lambda: not [thread.name for thread in stayed if thread.is_alive()])

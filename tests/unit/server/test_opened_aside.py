@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +26,41 @@ from tests.support.cache_serving import open_cache_rank
 from tests.support.faults.storage import FaultyBackend, memory_backend
 from tests.support.waiting import wait_until
 
+# Longer than any opening has time for.
+_NEVER_SECONDS = 40.0
+
 
 def own_threads() -> set[threading.Thread]:
-    """Those of kvgrpc but the loop's own, which other tests need."""
-    return {each for each in threading.enumerate() if each.name.startswith("kvgrpc-") and "loop" not in each.name}
+    """Those of kvgrpc but those that the process has, which come and go with what other tests do."""
+    found = [each for each in threading.enumerate() if each.name.startswith("kvgrpc-")]
+    return {each for each in found if not each.name.startswith(("kvgrpc-loop", "kvgrpc-log"))}
+
+
+def given_up(begun: list[None], opening: Callable[[float], object]) -> None:
+    """Opens until its time is over when the slow part has begun: on a busy machine a short time may be over before."""
+    for seconds in (0.1, 1.0, 10.0):
+        with pytest.raises(TimeoutError):
+            opening(seconds)
+        if begun:
+            return
+    raise AssertionError("its slow part did not begin")
 
 
 def test_what_comes_too_late_is_closed() -> None:
-    came, closed = threading.Event(), list[str]()
+    came, begun, closed = threading.Event(), list[None](), list[str]()
 
     def make(name: str) -> str:
-        assert came.wait(10.0)
+        begun.append(None)
+        assert came.wait(_NEVER_SECONDS)
         return name
 
-    with pytest.raises(TimeoutError):
-        LoopThread.shared().run(opened_aside(make, "part", close=closed.append), 0.05)
+    given_up(begun, lambda seconds: LoopThread.shared().run(opened_aside(make, "part", close=closed.append), seconds))
     assert not closed
     came.set()
-    wait_until(lambda: closed == ["part"])
+    wait_until(lambda: closed == ["part"] * len(begun))
+    late = list(closed)
     assert LoopThread.shared().run(opened_aside(make, "in time", close=closed.append), 10.0) == "in time"
-    assert closed == ["part"]
+    assert closed == late
 
 
 def lent() -> tuple[LentPages, PeersBackend]:
@@ -59,19 +75,19 @@ def cache_config(**more: Any) -> RankConfig:
 
 
 def test_a_cache_whose_memory_is_taken_too_late_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, going_on, closed = own_threads(), threading.Event(), list[bool]()
+    before, going_on, begun, closed = own_threads(), threading.Event(), list[None](), list[bool]()
     close = peer.CachePeer.close_now
 
     def slow(*arguments: Any, **more: Any) -> Any:
-        going_on.wait(10.0)
+        begun.append(None)
+        assert going_on.wait(_NEVER_SECONDS)
         return open_plane(*arguments, **more)
 
     monkeypatch.setattr(peer, "open_plane", slow)
     monkeypatch.setattr(peer.CachePeer, "close_now", lambda late: closed.append(close(late)))
-    with pytest.raises(TimeoutError):
-        open_cache(cache_config(start_timeout=0.1), None, lent())
+    given_up(begun, lambda seconds: open_cache(cache_config(start_timeout=seconds), None, lent()))
     going_on.set()
-    wait_until(lambda: closed == [True])
+    wait_until(lambda: closed == [True] * len(begun))
     wait_until(lambda: own_threads() <= before)
 
 
