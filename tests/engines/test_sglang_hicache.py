@@ -20,14 +20,16 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
+from kvgrpc.engines.sglang import hicache
 from kvgrpc.engines.sglang.cache.common import common_of
 from kvgrpc.engines.sglang.clearing import Clearing
 from kvgrpc.engines.sglang.hicache import _pages
 from kvgrpc.errors import InvalidRequest
+from kvgrpc.prefetch.storage import base
 from kvgrpc.prefetch.storage.keys import KeyMode
 from kvgrpc.prefetch.storage.mooncake.local import LocalStore
 from tests.engines.host_pools import HASHES, PAGES, PAGES_OF, config, flat, host_pool, indices
-from tests.support.faults.storage import FAILED, HANG, FaultyBackend, memory_backend
+from tests.support.faults.storage import FAILED, HANG, FaultyBackend, MemoryStore, memory_backend
 
 LAYOUTS = ["page_first", "page_first_direct", "layer_first"]
 
@@ -203,6 +205,99 @@ def test_a_store_that_fails_is_a_miss_and_a_line_in_the_log(tmp_path: Path, capl
     assert storage.batch_exists(HASHES[:4]) == 2
     assert storage.batch_get_v1(HASHES[:4], indices(0, 1, 2, 3)) == [True, True, False, True]
     assert sum("injected" in record.message for record in caplog.records) == 1, "not a line a page"
+
+
+class HangingStore(MemoryStore):
+    """Does not say where pages are until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+
+    def size(self, key: str) -> int | None:
+        assert self.let_go.wait(60.0)
+        return super().size(key)
+
+
+def test_a_store_that_hangs_holds_the_scheduler_of_a_decode_once_in_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It asks on its main thread, for each request: all that it decodes stood still for four seconds each time."""
+    monkeypatch.setattr(hicache, "_SCHEDULER_SECONDS", 0.05)
+    store = HangingStore()
+    storage = created(host_pool(), storage="file", storage_config={"path": str(tmp_path)})
+    backend = FaultyBackend(memory_backend(store))
+    with_backend(storage, backend)
+    began = time.monotonic()
+    assert [storage.batch_exists(HASHES) for _ in range(20)] == [0] * 20
+    assert len(backend.calls) == 1 and time.monotonic() - began < storage._settings.timeout
+    assert sum("does not answer" in record.getMessage() for record in caplog.records) == 1
+    store.let_go.set()
+    assert storage.batch_set_v1(HASHES[:2], indices(0, 1)) == [True, True]
+    assert storage.batch_exists(HASHES) == 0, "it is not asked again yet"
+    asked = threading.Thread(target=lambda: found.append(storage.batch_exists(HASHES)))
+    found = list[int]()
+    asked.start()
+    asked.join(30)
+    assert found == [2], "SGLang's other threads ask it as ever"
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + hicache._AWAY_SECONDS)
+    assert storage.batch_exists(HASHES) == 2
+    monkeypatch.undo()
+    storage.close()
+
+
+def breaks(call: str, key: str) -> None:
+    raise RuntimeError("a bug of the store")
+
+
+def test_an_error_of_whatever_kind_ends_no_thread_of_sglangs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its threads of prefetches (0.5.23), and of backups too (0.5.21), end with an error, and all that comes later
+    waits for ever."""
+    pool = host_pool()
+    storage = created(pool, storage="file", storage_config={"path": str(tmp_path)})
+    with_backend(storage, FaultyBackend(memory_backend(), breaks))
+    flat_pages = [flat(pool, page) for page in range(2)]
+    assert storage.batch_set_v1(HASHES[:2], indices(0, 1)) == storage.batch_get_v1(HASHES[:2], indices(0, 1))
+    assert storage.batch_get_v1(HASHES[:2], indices(0, 1)) == [False, False]
+    assert storage.batch_set_v2([transfer("kv", [0, 1])]) == storage.batch_get_v2([transfer("kv", [0, 1])])
+    assert storage.batch_get_v2([transfer("kv", [0, 1]), transfer("unknown", [0])]) == {
+        "kv": [False, False],
+        "unknown": [False],
+    }
+    assert storage.batch_exists(HASHES) == 0 and not storage.exists(HASHES[0])
+    assert storage.batch_exists_v2(HASHES, [transfer("kv", [0, 1])]).kv_hit_pages == 0
+    assert storage.batch_get(HASHES[:2], flat_pages) == [None, None]
+    assert storage.batch_get(HASHES[:1], [flat_pages[0].reshape(2, -1).T]) == [None], "not contiguous"
+    assert not storage.batch_set(HASHES[:2], flat_pages) and not storage.set(HASHES[0], flat_pages[0])
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1 and "write: RuntimeError: a bug of the store" in lines[0]
+
+
+def test_a_pool_of_which_a_key_mode_has_no_names_is_not_stored(tmp_path: Path) -> None:
+    settings = {"storage": "file", "storage_config": {"path": str(tmp_path)}, "key_mode": "sglang-seed"}
+    storage = created(host_pool(), **settings)
+    storage.register_mem_host_pool_v2(host_pool(), "indexer")
+    done = storage.batch_set_v2([transfer("kv", [0, 1]), transfer("indexer", [0, 1])])
+    assert done == {"kv": [True, True], "indexer": [False, False]}
+    assert storage.batch_exists_v2(HASHES, [transfer("indexer", [0, 1])]).kv_hit_pages == 0
+    storage.close()
+
+
+def test_a_prompt_of_more_pages_than_a_store_is_asked_for_at_once_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang asks for all pages of a prompt; with pages of one token 65,536 are no long one."""
+    kv, indexer = host_pool(), host_pool()
+    storage = created(kv, storage="file", storage_config={"path": str(tmp_path)})
+    storage.register_mem_host_pool_v2(indexer, "indexer")
+    assert storage.batch_set_v1(HASHES[:10], indices(*range(10))) == [True] * 10
+    assert storage.batch_set_v2([transfer("indexer", [0, 1, 2, 3, 4, 5])]) == {"indexer": [True] * 6}
+    for module in (base, hicache):
+        monkeypatch.setattr(module, "MAX_BATCH_PAGES", 4)
+    assert [storage.batch_exists(HASHES[:count]) for count in (3, 4, 5, 8, 12)] == [3, 4, 5, 8, 10]
+    assert storage.batch_exists_v2(HASHES, [transfer("indexer", [0, 1])]).kv_hit_pages == 6
+    storage.close()
 
 
 def test_a_page_that_timed_out_is_not_given_back_before_it_is_quiet(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
@@ -23,9 +24,10 @@ from kvgrpc.engines.sglang.cache.common import common_of, heads_of_pool, words_o
 from kvgrpc.engines.sglang.cache.stored import StoredPages
 from kvgrpc.engines.sglang.clearing import Clearing
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
-from kvgrpc.observability.logging import RateLimited
+from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import (
+    MAX_BATCH_PAGES,
     MemoryRange,
     PageBuffers,
     PageResult,
@@ -45,6 +47,11 @@ logger = logging.getLogger(__name__)
 _LOADER_KEYS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
 _CLOSE_SECONDS = 5.0
 _QUIET_SECONDS = 30.0
+_LEAST_SECONDS = 0.001
+# What SGLang's scheduler may wait for a store that is asked where a page is, and how long none is asked that took more.
+_SCHEDULER_SECONDS, _AWAY_SECONDS = 0.5, 10.0
+
+T = TypeVar("T")
 
 
 class HiCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +69,8 @@ class HiCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvGrpcStorage(HiCacheStorage):
-    """One rank's view of the store. To SGLang a failure is False or 0; the log says why, once in 30 s."""
+    """One rank's view of the store. To SGLang a failure is False or 0, of whatever kind: an error would end a thread of
+    its, which nobody starts again. The log says why, once in 30 s."""
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         """Raises InvalidRequest, FeatureDisabled: SGLang then does not start, or refuses to attach."""
@@ -75,6 +83,7 @@ class KvGrpcStorage(HiCacheStorage):
         # A store that is down is asked for every request.
         self._lines = RateLimited(logger, lines=1, seconds=_QUIET_SECONDS)
         self._clearing = Clearing()
+        self._asked_again_at = 0.0
         self._exported_pages, self.pull = pull_settings(self._settings.pull)
         self._check_source(storage_config)
         self._exported: ExportedPages | None = None
@@ -132,7 +141,7 @@ class KvGrpcStorage(HiCacheStorage):
         self._add_pool(str(host_pool_name), host_pool)
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        return self._leading(self._names(keys))
+        return self._look(lambda end: self._leading(self._names(keys), end), 0)
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         return self._move("read", str(PoolName.KV), keys, host_indices)
@@ -150,11 +159,16 @@ class KvGrpcStorage(HiCacheStorage):
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
         """The longest prefix that is there with all that its other pools need; shorter ones may lack something."""
-        leading = self._leading(self._names(keys))
+        pools = pool_transfers or ()
+        return self._look(lambda end: self._restorable(keys, pools, end), PoolTransferResult.empty())
+
+    def _restorable(self, keys: list[str], pool_transfers: Sequence[Any], end: float) -> PoolTransferResult:
+        leading = self._leading(self._names(keys), end)
         hits = {PoolName.KV: leading} if leading else {}
         restorable = set(range(1, leading + 1))
-        for transfer in pool_transfers or ():
-            there = self._contained(self._names(keys[:leading], str(transfer.name))) if restorable else []
+        for transfer in pool_transfers:
+            names = self._names(keys[:leading], str(transfer.name)) if restorable else []
+            there = self._contained(names, end)
             usable = _usable(there, transfer)
             if usable:
                 hits[transfer.name] = max(usable)
@@ -162,14 +176,14 @@ class KvGrpcStorage(HiCacheStorage):
         return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
 
     def exists(self, key: str) -> bool:
-        return self._leading(self._names([key])) == 1
+        return self.batch_exists([key]) == 1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
         """The interface without ``interface_v1``: into flat tensors, which SGLang copies once more."""
-        done = self._run("read", self._names(keys), [_flat(tensor) for tensor in target_locations])
+        done = self._move_flat("read", keys, target_locations)
         return [tensor if ok else None for tensor, ok in zip(target_locations, done, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -178,7 +192,7 @@ class KvGrpcStorage(HiCacheStorage):
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        return all(self._run("write", self._names(keys), [_flat(tensor) for tensor in values]))
+        return all(self._move_flat("write", keys, values))
 
     def _open(self) -> StorageBackend:
         settings = self._settings
@@ -237,26 +251,61 @@ class KvGrpcStorage(HiCacheStorage):
             raise InvalidRequest.of("mem_pool_host", None, "registered before pages are asked for")
         return self._keys.of_all(hashes, pool)
 
-    def _leading(self, names: list[str]) -> int:
-        """SGLang's decode asks on its scheduler's thread, which waits for nobody: peers are not asked there."""
-        if self._clearing.under_way:
-            return 0
-        try:
-            if isinstance(self._backend, PeersBackend) and threading.current_thread() is threading.main_thread():
-                return self._backend.count_stored(names, self._settings.timeout)
-            return self._backend.count_leading(names, self._settings.timeout)
-        except StorageDown as error:
-            self._complain(error.message)
-            return 0
+    def _look(self, call: Callable[[float], T], otherwise: T) -> T:
+        """What ``call``, which has time until then, finds of where pages are.
 
-    def _contained(self, names: list[str]) -> list[bool]:
-        if self._clearing.under_way:
-            return [False] * len(names)
+        SGLang's decode asks on its scheduler's thread, for which all requests wait: a store that did not answer soon is
+        not asked there for a while.
+        """
+        now, seconds = time.monotonic(), self._settings.timeout
+        is_awaited = _is_the_schedulers_thread()
+        if is_awaited:
+            seconds = min(seconds, _SCHEDULER_SECONDS)
+        if self._clearing.under_way or (is_awaited and now < self._asked_again_at):
+            return otherwise
+
+        def looked() -> T:
+            try:
+                return call(now + seconds)
+            except StorageDown:
+                if is_awaited:
+                    self._asked_again_at = now + _AWAY_SECONDS
+                raise
+
+        return self._told("count", looked, otherwise)
+
+    def _leading(self, names: list[str], end: float) -> int:
+        """Of a prompt, of which SGLang names all pages at once. The scheduler's thread waits for no peers. Raises
+        StorageDown."""
+        backend, there = self._backend, 0
+        count = backend.count_leading
+        if isinstance(backend, PeersBackend) and _is_the_schedulers_thread():
+            count = backend.count_stored
+        while there < len(names):
+            part = names[there : there + MAX_BATCH_PAGES]
+            found = count(part, _left(end))
+            there += found
+            if found < len(part):
+                break
+        return there
+
+    def _contained(self, names: list[str], end: float) -> list[bool]:
+        """Raises StorageDown."""
+        there = list[bool]()
+        while len(there) < len(names):
+            there += self._backend.contains(names[len(there) : len(there) + MAX_BATCH_PAGES], _left(end))
+        return there
+
+    def _told(self, what: str, call: Callable[[], T], otherwise: T) -> T:
+        """The answer of ``call``, or ``otherwise`` where it has none."""
         try:
-            return self._backend.contains(names, self._settings.timeout)
+            return call()
         except StorageDown as error:
             self._complain(error.message)
-            return [False] * len(names)
+        except Exception as error:
+            text = one_line(f"{what}: {type(error).__name__}: {error}")
+            self._lines.exception("errors", f"kvgrpc: storage {self._settings.storage!r}: {text}")
+        return otherwise
 
     def _move_all(self, what: str, transfers: list[Any]) -> dict[str, list[bool]]:
         return {
@@ -265,6 +314,17 @@ class KvGrpcStorage(HiCacheStorage):
         }
 
     def _move(self, what: str, pool_name: str, hashes: list[str], host_indices: Any) -> list[bool]:
+        return self._told(what, lambda: self._moved(what, pool_name, hashes, host_indices), [False] * len(hashes))
+
+    def _move_flat(self, what: str, hashes: list[str], tensors: Any) -> list[bool]:
+        """The interface without ``interface_v1``."""
+
+        def moved() -> list[bool]:
+            return self._run(what, self._names(hashes), [_flat(tensor) for tensor in tensors])
+
+        return self._told(what, moved, [False] * len(hashes))
+
+    def _moved(self, what: str, pool_name: str, hashes: list[str], host_indices: Any) -> list[bool]:
         pool = self._pools[pool_name]
         page_size = getattr(pool, "page_size", 1) or 1
         if host_indices is None or len(host_indices) != len(hashes) * page_size:
@@ -305,6 +365,15 @@ def pull_settings(given: dict[str, object] | None) -> tuple[int, PullConfig | No
 
 class _Exported(msgspec.Struct, frozen=True):
     exported_pages: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)] = 4096
+
+
+def _is_the_schedulers_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _left(end: float) -> float:
+    """Seconds, some in any case."""
+    return max(_LEAST_SECONDS, end - time.monotonic())
 
 
 def _settle(results: Sequence[PageResult]) -> None:
