@@ -7,16 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 
 from kvgrpc.engines.sglang.cache import served
-from kvgrpc.engines.sglang.cache.hooks import Desk
-from kvgrpc.engines.sglang.cache.orders import CacheOrder, OrderKind, Told
+from kvgrpc.engines.sglang.cache.hooks import Desk, Wakes
+from kvgrpc.engines.sglang.cache.orders import ORDERS_OF_A_STEP, TOKENS_OF_A_STEP, CacheOrder, OrderKind, Told
 from kvgrpc.engines.sglang.cache.outcomes import BroughtPages
 from kvgrpc.engines.sglang.cache.served import SglangCache
 from kvgrpc.engines.sglang.cache.tree import TreeOrders
 from kvgrpc.errors import PeerUnreachable, StorageFailed
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.prefetch.model import Namespace, OperationState, PrefetchLimits, Stop
+from kvgrpc.prefetch.model import Namespace, OperationKind, OperationState, PrefetchLimits, Stop
+from kvgrpc.prefetch.protocol.order import Order
 from tests.engines.host_pools import PAGE
 
 PROMPT = 4 * PAGE
@@ -306,9 +308,9 @@ class CountedTree(Tree):
         return 0
 
 
-def desk_of(tree: Tree) -> Desk:
+def desk_of(tree: Tree, wakes: Wakes | None = None) -> Desk:
     """As it is opened at a leading rank."""
-    desk = Desk(tree)
+    desk = Desk(tree, wakes)
     desk.cache = SglangCache(
         RankRef(RankId("engine"), 1),
         Namespace("model", "bfloat16", "page_first", PAGE),
@@ -341,6 +343,23 @@ class TestDesk:
         asked = desk.count()
         desk.step()
         assert tree.counted == 2 and asked.done(), "who asks later hears of a later step"
+
+    def test_a_sleeping_scheduler_comes_again_while_more_waits_than_a_step_takes(self) -> None:
+        """With --sleep-on-idle SGLang polls for a second: 100 questions would take six of them."""
+        poller = zmq.Poller()
+        desk = desk_of(CountedTree(), Wakes(SimpleNamespace(poller=poller)))
+        assert desk.cache is not None
+        for number in range(2 * ORDERS_OF_A_STEP + 1):
+            desk.questions.put(CacheOrder(OrderKind.LOOK, str(number)))
+        tokens = list(range(TOKENS_OF_A_STEP))
+        named = desk.cache.hash_tokens(tokens, extra_key=None, cache_salt=None, bigram=False)
+        for _ in range(2):
+            desk.cache.start(Order(kind=OperationKind.PREFETCH, hashes=tuple(each.hex() for each in named)))
+        steps = 0
+        while poller.poll(0):
+            assert desk.take()
+            steps += 1
+        assert steps == 3 and not desk.take(), "each step takes a part, and the next one comes at once"
 
     def test_who_asks_hears_what_went_wrong_with_the_counts(self) -> None:
         tree = CountedTree()

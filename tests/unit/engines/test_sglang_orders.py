@@ -129,6 +129,34 @@ class TestOperations:
         assert [order.number for order in scheduler.step()] == [second.operation_id]
         assert scheduler.step() == []
 
+    def test_one_that_ends_while_others_are_looked_at_costs_them_nothing(
+        self, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whoever ends one does so at any time, and SGLang's thread goes through all that run in each step."""
+        running = [scheduler.start(TOKENS[: pages * PAGE]) for pages in (2, 3, 4)]
+        scheduler.step()
+        scheduler.cache.terminate(running[2])
+        stop_of, ended = EngineOrders.stop_of, list[Operation]()
+
+        class Cut(set[str]):
+            def __contains__(self, number: object) -> bool:
+                if not ended:
+                    ended.append(running[0])
+                    scheduler.cache._orders.end(running[0], OperationState.DONE)
+                return super().__contains__(number)
+
+        def ended_meanwhile(orders: EngineOrders, operation: Operation) -> Stop:
+            stop = stop_of(orders, operation)
+            if operation is running[2]:
+                orders.end(running[2], OperationState.DONE)
+            return stop
+
+        monkeypatch.setattr(EngineOrders, "stop_of", ended_meanwhile)
+        monkeypatch.setattr(scheduler.cache, "_cut", Cut())
+        assert [order.number for order in scheduler.step()] == [running[2].operation_id]
+        assert not scheduler.cache._cut, "what has ended is not remembered"
+        assert list(scheduler.cache._taken) == [running[1].operation_id]
+
     def test_one_whose_time_is_over_is_cut(self, scheduler: Scheduler) -> None:
         operation = scheduler.start(timeout=0.01)
         scheduler.step()

@@ -122,6 +122,8 @@ class Desk:
                 orders += self.outcomes.questions()
         except Exception as error:
             self._lines.exception("take", f"kvgrpc: orders were not taken in this step: {one_line(str(error))}")
+        if self._wakes is not None and (len(self.questions) or self.cache.waiting):
+            self._wakes.wake()  # a step takes a part of them, and nothing else would bring the next one
         return orders
 
     def do(self, orders: list[CacheOrder]) -> None:

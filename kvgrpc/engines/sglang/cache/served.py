@@ -112,6 +112,11 @@ class SglangCache:
         return waited < _STUCK_SECONDS
 
     @property
+    def waiting(self) -> int:
+        """Operations that the scheduler has not taken."""
+        return self._orders.waiting
+
+    @property
     def limits(self) -> PrefetchLimits:
         return self._orders.limits
 
@@ -280,10 +285,14 @@ class SglangCache:
             self._orders.tell(operation, used=used, wasted=lost)
 
     def _cuts(self) -> list[CacheOrder]:
-        late = [each for each in self._taken.values() if each.operation_id not in self._cut]
+        taken = list(
+            self._taken.values()
+        )  # in one step of the interpreter: whoever ends one does so from another thread
+        late = [each for each in taken if each.operation_id not in self._cut]
         stops = [(each.operation_id, self._orders.stop_of(each)) for each in late]
         orders = [CacheOrder(OrderKind.CUT, number, stop=stop) for number, stop in stops if stop is not Stop.NONE]
         self._cut.update(order.number for order in orders)
+        self._cut.intersection_update(self._taken)  # of one that ended meanwhile nobody hears again
         return orders
 
     def _unpins(self) -> list[CacheOrder]:
