@@ -83,7 +83,7 @@ def topology(
 
 
 def held(line: Owed, dcp: int, *, mla: bool) -> str:
-    """What of each layer a decode rank gets: heads, or its tokens, in words."""
+    """The part of each layer that a decode rank gets, heads or tokens, in words."""
     if line.part.empty:
         return ""
     if dcp > 1:
@@ -92,7 +92,7 @@ def held(line: Owed, dcp: int, *, mla: bool) -> str:
 
 
 def share(line: Owed, dcp: int) -> int:
-    """Which of ``dcp`` shares of the tokens the decode rank keeps, as engines deal them out."""
+    """The number of the share of the tokens, of ``dcp``, that the decode rank keeps, as engines deal them out."""
     return line.decode[_SIZES.index("tp")] % dcp
 
 

@@ -282,12 +282,17 @@ class TestBackups:
         assert "does not say what storage took" in caplog.text
 
     def test_those_that_sglang_writes_by_itself_leave_nothing_behind(self) -> None:
-        told = list[Told]()
-        orders = TreeOrders(BackedTree(PROMPT), told.append)
-        for number in range(100):
-            orders.note_written(written(number, PAGE))
+        tree, told = BackedTree(PROMPT), list[Told]()
+        orders = TreeOrders(tree, told.append)
+        for number in range(200):
+            orders.note_written(written(number, PROMPT))
         orders.look_after()
-        assert not orders._written and not told
+        assert not told
+        orders.do(ordered(OrderKind.BACKUP, "a"))
+        assert 0 < tree.waiting[0].id < 200
+        tree.ongoing_backup.clear()
+        orders.look_after()
+        assert (told[-1].state, told[-1].done) == (OperationState.FAILED, 0), "nobody wrote this one"
 
 
 class CountedTree(Tree):

@@ -252,7 +252,7 @@ class KvGrpcStorage(HiCacheStorage):
         return self._keys.of_all(hashes, pool)
 
     def _look(self, call: Callable[[float], T], otherwise: T) -> T:
-        """What ``call``, which has time until then, finds of where pages are.
+        """Returns what ``call``, which has time until then, finds of where pages are.
 
         SGLang's decode asks on its scheduler's thread, for which all requests wait: a store that did not answer soon is
         not asked there for a while.

@@ -142,7 +142,7 @@ class TestOperations:
             def __contains__(self, number: object) -> bool:
                 if not ended:
                     ended.append(running[0])
-                    scheduler.cache._orders.end(running[0], OperationState.DONE)
+                    scheduler.cache.told(Told(running[0].operation_id, OperationState.DONE))
                 return super().__contains__(number)
 
         def ended_meanwhile(orders: EngineOrders, operation: Operation) -> Stop:
@@ -152,10 +152,11 @@ class TestOperations:
             return stop
 
         monkeypatch.setattr(EngineOrders, "stop_of", ended_meanwhile)
-        monkeypatch.setattr(scheduler.cache, "_cut", Cut())
+        monkeypatch.setattr(scheduler.cache, "_cut", cut := Cut())
         assert [order.number for order in scheduler.step()] == [running[2].operation_id]
-        assert not scheduler.cache._cut, "what has ended is not remembered"
-        assert list(scheduler.cache._taken) == [running[1].operation_id]
+        assert not cut, "what has ended is not remembered"
+        scheduler.cache.terminate(running[1])
+        assert [order.number for order in scheduler.step()] == [running[1].operation_id]
 
     def test_one_whose_time_is_over_is_cut(self, scheduler: Scheduler) -> None:
         operation = scheduler.start(timeout=0.01)

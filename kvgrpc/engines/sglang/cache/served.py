@@ -285,9 +285,8 @@ class SglangCache:
             self._orders.tell(operation, used=used, wasted=lost)
 
     def _cuts(self) -> list[CacheOrder]:
-        taken = list(
-            self._taken.values()
-        )  # in one step of the interpreter: whoever ends one does so from another thread
+        # At once: whoever ends one does so from another thread.
+        taken = list(self._taken.values())
         late = [each for each in taken if each.operation_id not in self._cut]
         stops = [(each.operation_id, self._orders.stop_of(each)) for each in late]
         orders = [CacheOrder(OrderKind.CUT, number, stop=stop) for number, stop in stops if stop is not Stop.NONE]
