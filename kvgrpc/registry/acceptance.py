@@ -13,7 +13,7 @@ from kvgrpc.errors import (
     Violation,
 )
 from kvgrpc.model import RankId, raise_if
-from kvgrpc.registry.engine import RegisteredEngine, SharedShape
+from kvgrpc.registry.engine import RegisteredEngine, SharedShape, holders
 from kvgrpc.registry.model import RankRow, conflict_metadata, row_differences
 from kvgrpc.registry.table import EngineTable
 
@@ -72,8 +72,9 @@ class Acceptance:
         held = [leased.row for row in rows if (leased := self.table.leased(row.ref.rank)) is not None]
         if engine is None or engine.registered == len(held):
             return
+        replaced = holders(held)
         for row in rows:
-            differences = engine.shape.differences(row, replaced=held)
+            differences = engine.shape.differences(row, replaced)
             if differences:
                 raise self._other_shape(engine, rows, row, differences)
 

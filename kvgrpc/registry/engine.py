@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from kvgrpc.model import Layout, ModelIdentity, Pool, RankId, Role
@@ -31,6 +32,8 @@ _AXES = ("dp", "pp", "cp", "tp")
 
 # Of a pool: its name, and whether it has layers: of those that have none nobody knows what bytes are.
 _PoolKey = tuple[str, bool]
+# How many rows hold each pool.
+Holders = Mapping[_PoolKey, int]
 
 
 class SharedShape:
@@ -43,17 +46,17 @@ class SharedShape:
         self._pools: dict[_PoolKey, Pool] = {}
         self._holders: dict[_PoolKey, int] = {}
 
-    def differences(self, row: RankRow, replaced: Sequence[RankRow] = ()) -> dict[str, str]:
+    def differences(self, row: RankRow, replaced: Holders | None = None) -> dict[str, str]:
         """Returns what of the row does not fit: field -> both values; empty when it fits.
 
-        ``replaced`` are rows that go before this one comes: a pool that only they hold is no obstacle.
+        ``replaced``: of rows that go before this one comes; a pool that only they hold is no obstacle.
         """
         differences = engine_differences(self.role, self.layout, self.model, row)
         for pool in row.pools:
             for key in ((pool.name, True), (pool.name, False)):
                 known = self._pools.get(key)
                 found = pool_differences(known, pool) if known is not None and known is not pool else {}
-                if found and self._holders[key] > sum(_holds(other, key) for other in replaced):
+                if found and self._holders[key] > (replaced or {}).get(key, 0):
                     differences |= found
         return differences
 
@@ -244,8 +247,8 @@ def _key(pool: Pool) -> _PoolKey:
     return pool.name, bool(pool.regions)
 
 
-def _holds(row: RankRow, pool: _PoolKey) -> bool:
-    return any(_key(held) == pool for held in row.pools)
+def holders(rows: Iterable[RankRow]) -> Holders:
+    return Counter(_key(pool) for row in rows for pool in row.pools)
 
 
 def _epoch_of(leased: LeasedRow) -> int:

@@ -18,7 +18,7 @@ from kvgrpc.paging import numbers_token, page_token, read_numbers_token, read_pa
 from kvgrpc.registry import feed, wire
 from kvgrpc.registry.calls import domain_errors, pause_before
 from kvgrpc.registry.clock import MAX_STEP_SECONDS, RunningClock
-from kvgrpc.registry.engine import LeasedRow, RegisteredEngine, SharedShape
+from kvgrpc.registry.engine import LeasedRow, RegisteredEngine, SharedShape, holders
 from kvgrpc.registry.feed import Feed
 from kvgrpc.registry.model import Endpoints, EngineFilter, RankRow, RankSelector, ResolvedEngine
 from kvgrpc.registry.table import EngineTable
@@ -215,7 +215,7 @@ def test_a_pool_of_an_engine_may_change_when_its_last_holder_has_gone() -> None:
     shape.add(second)
     shape.remove(second)
     assert shape.differences(other), "the first rank still has the pool as it was"
-    assert not shape.differences(other, replaced=[first])
+    assert not shape.differences(other, holders([first]))
     shape.remove(first)
     assert not shape.differences(other)
     assert not shape.covers(first)
