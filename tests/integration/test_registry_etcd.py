@@ -16,7 +16,7 @@ from kvgrpc.errors import (
 )
 from kvgrpc.model import Layout, Role
 from kvgrpc.observability import metrics
-from kvgrpc.registry.model import BEFORE_ALL, Absence
+from kvgrpc.registry.model import BEFORE_ALL, Absence, RankRow
 from kvgrpc.registry.store.etcd.housekeeping import Housekeeping
 from kvgrpc.registry.store.etcd.keys import etcd_lease
 from kvgrpc.rpc.security import ServerSecurity
@@ -202,6 +202,19 @@ class TestReplicasAreOneRegistry:
         decode = ranks(Layout(dp=50, tp=2), epoch=6, role=Role.DECODE)
         await there.register(*decode)
         await until(lambda: here.known() == set(decode))
+
+    async def test_a_rank_that_comes_back_with_another_pool_takes_no_other_out(self, replicas: list[Replica]) -> None:
+        """Another stage has no layer of it: that one was gone until it registered anew, and its engine not READY."""
+        here, there = replicas
+
+        def stage(tp: int, epoch: int, axes: str = "") -> RankRow:
+            kv = replace(pool(), axes=axes, regions=() if tp else pool().regions)
+            return row(tp=tp, epoch=epoch, layout=TP2, pools=(kv, pool("swa")))
+
+        await here.register(stage(0, 5), stage(1, 5))
+        await until(lambda: len(there.known()) == 2)
+        await there.register(stage(0, 6, "head,token,dim"))
+        assert {known.ref for known in there.known()} == {stage(0, 6).ref, stage(1, 5).ref}
 
     async def test_many_rows_are_taken_or_none(self, replicas: list[Replica]) -> None:
         """More rows than one transaction takes, and the last of them is stale."""

@@ -39,6 +39,7 @@ class Known(Protocol):
 # etcd takes 128 comparisons and 128 changes by default: two changes a row, and up to two comparisons and one change an
 # engine.
 ROWS_PER_TRANSACTION = 40
+_MOST_DELETIONS = 120
 
 
 def reshapes(view: Known, rows: Sequence[RankRow]) -> list[str]:
@@ -49,15 +50,16 @@ def reshapes(view: Known, rows: Sequence[RankRow]) -> list[str]:
 def reshaping(keys: EtcdKeys, view: Known, engine: str, rows: Sequence[RankRow]) -> pb.TxnRequest:
     """Makes way for rows of another shape: whatever else joins the engine meanwhile makes one of the two fail.
 
-    Rows of another role, layout or model go; acceptance has seen that each of them is replaced.
+    Rows of another shape go, all at once: in between a registry would know both. Acceptance has seen that ``rows``
+    replace each of them, and of another role, layout or model they are all that the engine has.
     """
     known = view.table.engine(engine)
     request = pb.TxnRequest(compare=[_unchanged(keys.shape(engine), view.shapes.get(engine, 0))])
     request.compare.append(_nothing_newer(keys.rows_of(engine), view.revision))
     request.success.append(_put(keys.shape(engine), _shape_text(rows).encode()))
-    if known is not None and known.shape.differences(rows[0]):
-        prefix = keys.rows_of(engine)
-        request.success.add().request_delete_range.CopyFrom(pb.DeleteRangeRequest(key=prefix, range_end=after(prefix)))
+    if known is not None and any(map(known.shape.differences, rows)):
+        replaced = [row for row in rows if known.leased(row.ref.rank) is not None]
+        request.success.extend(map(_deletion, _places(keys, engine, known, replaced)))
     return request
 
 
@@ -117,6 +119,21 @@ def chunks(rows: Sequence[RankRow]) -> Iterator[list[tuple[int, RankRow]]]:
     numbered = list(enumerate(rows))
     for first in range(0, len(numbered), ROWS_PER_TRANSACTION):
         yield numbered[first : first + ROWS_PER_TRANSACTION]
+
+
+def _places(
+    keys: EtcdKeys, engine: str, known: RegisteredEngine, rows: Sequence[RankRow]
+) -> list[pb.DeleteRangeRequest]:
+    """Those of the rows; of all that there are, or of more than a transaction takes, that of the engine. The rows that
+    go with the latter and have no successor register anew."""
+    if len(rows) == known.registered or len(rows) > _MOST_DELETIONS:
+        prefix = keys.rows_of(engine)
+        return [pb.DeleteRangeRequest(key=prefix, range_end=after(prefix))]
+    return [pb.DeleteRangeRequest(key=keys.row(row.ref.rank)) for row in rows]
+
+
+def _deletion(place: pb.DeleteRangeRequest) -> pb.RequestOp:
+    return pb.RequestOp(request_delete_range=place)
 
 
 def _covered(engine: RegisteredEngine | None, rows: Sequence[RankRow]) -> bool:
