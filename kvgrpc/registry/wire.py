@@ -268,7 +268,9 @@ def engine_rows(message: pb.Engine, pools: PoolCache | None) -> Iterator[RankRow
         _check_count(f"{path}.labels", len(row.labels), 0, MAX_LABELS)
         if pools is not None:
             yield from _large_pools(row, pools, path)
-        yield row_from_pb(row, pools, path)
+        read = row_from_pb(row, pools, path)
+        check_rank(read.ref, read.layout, f"{path}.rank")  # logs say its name
+        yield read
 
 
 def engine_of(message: pb.Engine, rows: Iterable[RankRow | None]) -> ResolvedEngine:

@@ -59,7 +59,9 @@ def engine(
 ) -> pb.Engine:
     layout = common_pb2.Layout(dp=dp, pp=pp, cp=cp, tp=tp)
     made = pb.Engine(name="P", role=common_pb2.ROLE_PREFILL, layout=layout, ready=True)
-    made.rows.extend([pb.RankRow(role=common_pb2.ROLE_PREFILL)] * rows)
+    ref = common_pb2.RankRef(rank=common_pb2.RankId(engine="P"), epoch=1)
+    nowhere = pb.Endpoints(grpc="127.0.0.1:9")  # nobody listens
+    made.rows.extend([pb.RankRow(rank=ref, role=common_pb2.ROLE_PREFILL, layout=layout, endpoints=nowhere)] * rows)
     change(made)
     return made
 
@@ -86,7 +88,7 @@ async def resolved(liar: Liar) -> ResolvedEngine:
             "engine.rows[0].pools.regions",
             5_000,
         ),
-        (engine(1, lambda made: made.rows[0].pools.add(name="n" * 300_000)), "engine.rows[0]", 300_010),
+        (engine(1, lambda made: made.rows[0].pools.add(name="n" * 300_000)), "engine.rows[0]", 300_044),
         (
             engine(1, lambda made: made.rows[0].labels.update({str(number): "" for number in range(MAX_LABELS + 1)})),
             "engine.rows[0].labels",
@@ -168,14 +170,30 @@ async def test_a_room_whose_registry_names_sizes_that_no_engine_has_fails_with_t
         assert (failure.reason, failure.metadata["field"]) == (Reason.INVALID_REQUEST, field)
 
 
+@pytest.mark.parametrize(
+    ("field", "rank", "epoch"),
+    [
+        ("rank.engine", common_pb2.RankId(engine="L\n2026-11-29 ERROR a line of nobody's"), 1),
+        ("rank.tp", common_pb2.RankId(engine="L", tp=1), 1),
+        ("epoch", common_pb2.RankId(engine="L"), 2**64 - 1),
+    ],
+    ids=["a name of two lines", "outside the layout", "no epoch"],
+)
+async def test_ranks_that_cannot_be_are_refused_by_the_field(
+    liar: Liar, decode: RankHost, field: str, rank: common_pb2.RankId, epoch: int
+) -> None:
+    """They were dialled, and named in the log of whoever lost them."""
+    liar.engine = engine()
+    liar.engine.rows[0].rank.CopyFrom(common_pb2.RankRef(rank=rank, epoch=epoch))
+    failure = await failed(decode, liar)
+    assert failure.metadata["field"] == f"engine.rows[0].rank.{field}"
+
+
 async def test_pools_that_nobody_asked_for_are_not_read(liar: Liar, decode: RankHost) -> None:
     """Of an engine with as many stages as ours: its first rank is dialled, whatever its pools may be."""
     liar.engine = engine(1, lambda made: made.rows[0].pools.add(name="n" * 300))
     with pytest.raises(InvalidRequest, match=r"engine.rows\[0\].pools\[0\]"):
         await resolved(liar)
-    liar.engine.rows[0].rank.rank.engine = "P"
-    liar.engine.rows[0].rank.epoch = 1
-    liar.engine.rows[0].endpoints.grpc = "127.0.0.1:9"  # where nobody listens
     assert (await failed(decode, liar)).reason is Reason.PEER_LOST
 
 
