@@ -24,6 +24,8 @@ from kvgrpc.transfer.runtime.room_locator import Renewed, RoomLocator
 logger = logging.getLogger(__name__)
 KNOWN_ENGINES = 4096
 KNOWN_DEAD = 65_536
+# Of one engine, that a room is named to or looked for at: each is dialled, whoever said that it is there.
+MOST_PREFILL_RANKS = 1_024
 # A registry that names one for longer hears of it: a lease of a rank that died is over by then, or soon.
 _DEATH_STANDS_SECONDS = 30.0
 _JOIN_WITHIN_SECONDS = 0.25
@@ -322,6 +324,7 @@ class PrefillResolver:
 
     def _look_for(self, room: ReceiverRoom, engine: PrefillEngine) -> None:
         """Asks one rank of each dp rank which of them has the room's sender. Raises like ``_targets_of``."""
+        _check_few(engine, engine.layout.dp)
         self._locator.add(room, [self._targets_of(dp, engine)[0] for dp in range(engine.layout.dp)])
 
     def _on_found(self, room: DecodeRoom, target: Target) -> None:
@@ -381,6 +384,7 @@ class PrefillResolver:
         if known is not None:
             return known
         places = topology.prefill_ranks(self._core.me.rank, self._shape.layout, engine.layout, dp)
+        _check_few(engine, len(places))
         missing = [place for place in places if place not in engine.targets]
         if missing:
             raise EngineNotFound(
@@ -400,6 +404,12 @@ class PrefillResolver:
 
 def _must_be_found(request: RoomRequest, engine: PrefillEngine) -> bool:
     return engine.engine_selects_dp and engine.layout.dp > 1 and request.prefill_dp_rank is None
+
+
+def _check_few(engine: PrefillEngine, ranks: int) -> None:
+    if ranks > MOST_PREFILL_RANKS:
+        rule = f"at most {MOST_PREFILL_RANKS} ranks that a room is named to, or looked for at, not {ranks}"
+        raise InvalidRequest.of("engine.layout", engine.layout, rule)
 
 
 def _misses_ranks(engine: PrefillEngine, before: PrefillEngine) -> bool:

@@ -16,6 +16,7 @@ from kvgrpc.registry import wire
 from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.model import MAX_LABELS, ResolvedEngine
 from kvgrpc.transfer import KVPoll
+from kvgrpc.transfer.runtime.resolve import MOST_PREFILL_RANKS
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceServicer, add_RegistryServiceServicer_to_server
@@ -187,6 +188,17 @@ async def test_ranks_that_cannot_be_are_refused_by_the_field(
     liar.engine.rows[0].rank.CopyFrom(common_pb2.RankRef(rank=rank, epoch=epoch))
     failure = await failed(decode, liar)
     assert failure.metadata["field"] == f"engine.rows[0].rank.{field}"
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp"], ids=["looked for at each", "named to each"])
+async def test_more_ranks_than_a_room_may_have_are_not_dialled(liar: Liar, decode: RankHost, axis: str) -> None:
+    """A room had a session, or a call, to each of 65,536 addresses."""
+    said = liar.engine = engine(1, **{axis: MOST_PREFILL_RANKS + 1})
+    said.rows[0].engine_selects_dp = True
+    for number in range(1, MOST_PREFILL_RANKS + 1):
+        said.rows.append(said.rows[0])
+        setattr(said.rows[-1].rank.rank, axis, number)
+    assert (await failed(decode, liar)).metadata["field"] == "engine.layout"
 
 
 async def test_pools_that_nobody_asked_for_are_not_read(liar: Liar, decode: RankHost) -> None:
