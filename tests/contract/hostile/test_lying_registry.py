@@ -193,7 +193,8 @@ async def test_ranks_that_cannot_be_are_refused_by_the_field(
 @pytest.mark.parametrize("axis", ["dp", "tp"], ids=["looked for at each", "named to each"])
 async def test_more_ranks_than_a_room_may_have_are_not_dialled(liar: Liar, decode: RankHost, axis: str) -> None:
     """A room had a session, or a call, to each of 65,536 addresses."""
-    said = liar.engine = engine(1, **{axis: MOST_PREFILL_RANKS + 1})
+    most = MOST_PREFILL_RANKS + 1
+    said = liar.engine = engine(dp=most) if axis == "dp" else engine(tp=most)
     said.rows[0].engine_selects_dp = True
     for number in range(1, MOST_PREFILL_RANKS + 1):
         said.rows.append(said.rows[0])
