@@ -57,10 +57,16 @@ def agreed(senders: list[KvGrpcSender]) -> KVPoll:
     return min(sender.poll() for sender in senders)
 
 
-@pytest.mark.parametrize("processes", [False, True], ids=["by default", "all hand over"], indirect=True)
+@pytest.mark.parametrize(
+    ("processes", "first"),
+    [(False, 0), (False, 1), (True, 0)],
+    ids=["first", "last", "all hand over"],
+    indirect=["processes"],
+)
 def test_one_rank_sends_what_both_have_and_both_succeed(
-    processes: list[Process], senders: list[KvGrpcSender], own_registry: RegistryServer
+    processes: list[Process], senders: list[KvGrpcSender], own_registry: RegistryServer, first: int
 ) -> None:
+    """``first``: which of them sends before the other."""
     ours, copy, theirs = processes
     draw = np.random.default_rng(0)
     for array, other in zip((*ours.kv, ours.aux), (*copy.kv, copy.aux), strict=True):
@@ -70,11 +76,13 @@ def test_one_rank_sends_what_both_have_and_both_succeed(
     receiver = received(processes, own_registry, prefix=PAGE)
     wait_until(lambda: agreed(senders) is KVPoll.WaitingForInput)
     assert [sender.pop_decode_prefix_len() for sender in senders] == [PAGE, PAGE]
-    for sender in reversed(senders):
+    for sender in (senders[first], senders[1 - first]):
         sender.init(3, 1)
         sender.send(np.array([1, 2], np.int32))
         assert sender.poll() < KVPoll.Success
         sender.send(np.array([3], np.int32))
+        # So that what rank 1 sent, if it did, would lie over what rank 0 has sent before.
+        wait_until(lambda: first == 1 or senders[0].poll() is KVPoll.Success)
     wait_until(lambda: agreed(senders) is KVPoll.Success and receiver.poll() is KVPoll.Success)
     for mine, its in zip(ours.kv, theirs.kv, strict=True):
         expected = np.zeros_like(its)
