@@ -179,7 +179,7 @@ VLLM = Engine(
     package="vllm",
     tried={
         "0.31.0": (HAND_OFFS, STORAGE),
-        "0.32.0": (HAND_OFFS, REPLICAS, WINDOWS, LATENTS, STORAGE),
+        "0.32.0": (HAND_OFFS, REPLICAS, WINDOWS, LATENTS, EVENTS, STORAGE),
         "0.33.0": (*_OF_BOTH, ALL_STAGES),
     },
     instead="use another kv_connector",

@@ -53,6 +53,7 @@ class SteppingEngine:
     leader = None
     role = Role.UNIFIED
     healthy = True
+    pinnable = None
 
     def __init__(self, rank: RankRef, limits: PrefetchLimits) -> None:
         self.rank = rank
