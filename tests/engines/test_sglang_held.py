@@ -30,7 +30,7 @@ def manager_over(decode: Any) -> Any:
     manager: Any = object.__new__(KvGrpcManager)
     manager.rank, manager.transfer, manager._held = decode, decode.transfer, RoomsAwaitingRelease()
     manager.external_registry, manager._state_names, manager.attempt = "", (), 0
-    manager.kv_args = SimpleNamespace(page_size=16)
+    manager.kv_args, manager.page_tokens = SimpleNamespace(page_size=16), 16
     return manager
 
 
