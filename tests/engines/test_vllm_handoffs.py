@@ -98,7 +98,8 @@ def worker_with(monkeypatch: pytest.MonkeyPatch, *pools: str, rank: Any = None, 
         "open_rank": rank,
     }.items():
         monkeypatch.setattr(module, name, lambda *_, value=value, **__: value)
-    return Worker(None, None, {})
+    parallel = SimpleNamespace(decode_context_parallel_size=1)
+    return Worker(SimpleNamespace(parallel_config=parallel), None, {})
 
 
 def room(rooms: dict[int, Room], transfer_id: str) -> Room:
