@@ -9,7 +9,8 @@ import pytest
 
 from kvgrpc.errors import FeatureDisabled, TooManyRequests
 from kvgrpc.prefetch.pins import CallersPins
-from kvgrpc.rpc.callers import CALLER, PEER, Caller
+from kvgrpc.rpc.callers import CALLER, Caller
+from tests.support.callers import calls_of
 from tests.support.waiting import until
 
 PAGES, PROMPT = 32, 6
@@ -17,10 +18,8 @@ PAGES, PROMPT = 32, 6
 
 @pytest.fixture(autouse=True)
 def nobody_afterwards() -> Iterator[None]:
-    caller, peer = CALLER.set(Caller("")), PEER.set("")
-    yield
-    PEER.reset(peer)
-    CALLER.reset(caller)
+    with calls_of(""):
+        yield
 
 
 class Cache:

@@ -8,16 +8,15 @@ import pytest
 
 from kvgrpc.errors import TooManyRequests
 from kvgrpc.registry.store.memory import MemoryRegistry
-from kvgrpc.rpc.callers import CALLER, PEER, Caller
+from kvgrpc.rpc.callers import CALLER, Caller
+from tests.support.callers import calls_of
 from tests.support.registry_builders import TTL, HandClock, registry, row
 
 
 @pytest.fixture(autouse=True)
 def greedy() -> Iterator[None]:
-    caller, peer = CALLER.set(Caller("greedy")), PEER.set("")
-    yield
-    PEER.reset(peer)
-    CALLER.reset(caller)
+    with calls_of("greedy"):
+        yield
 
 
 def fill(known: MemoryRegistry) -> int:

@@ -10,14 +10,13 @@ import pytest
 from kvgrpc.errors import TooManyRequests
 from kvgrpc.rpc.callers import CALLER, PEER, Caller
 from kvgrpc.rpc.shares import AT_LEAST, Shares, TakenShare
+from tests.support.callers import calls_of
 
 
 @pytest.fixture(autouse=True)
 def nobody_afterwards() -> Iterator[None]:
-    caller, peer = CALLER.set(Caller("")), PEER.set("")
-    yield
-    PEER.reset(peer)
-    CALLER.reset(caller)
+    with calls_of(""):
+        yield
 
 
 def be(name: str, peer: str) -> None:
