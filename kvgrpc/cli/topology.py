@@ -38,6 +38,10 @@ def read_sizes(context: click.Context, parameter: click.Parameter, text: str) ->
             raise click.BadParameter(f"{item!r} is none of dp=N, pp=N, cp=N, tp=N, dcp=N", context, parameter)
         sizes[name] = int(value)
     dcp = sizes.pop(_DCP)
+    if sizes["tp"] % dcp:
+        raise click.BadParameter(
+            f"dcp={dcp} does not divide tp={sizes['tp']}, among whose ranks it is", context, parameter
+        )
     return Sizes(Layout(**sizes), dcp)
 
 

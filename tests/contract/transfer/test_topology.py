@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import click
 import pytest
 
 from kvgrpc.cli.main import command
@@ -103,3 +104,8 @@ def test_the_command_says_which_tokens_a_rank_gets(capsys: pytest.CaptureFixture
     assert "tokens" in shown and shown.count("token 0 of each 2") == shown.count("token 1 of each 2") == 2
     with pytest.raises(InvalidRequest, match=r"heads: must be 0 \(MLA\)"):
         command(sizes[:-1], standalone_mode=False)
+
+
+def test_ranks_that_share_tokens_are_among_the_tensor_parallel_ones() -> None:
+    with pytest.raises(click.BadParameter, match="dcp=3 does not divide tp=4"):
+        command(["topology", "--prefill", "tp=1", "--decode", "tp=4,dcp=3", "--mla"], standalone_mode=False)
