@@ -62,7 +62,9 @@ class RateLimited:
     """Records of a logger, at most ``lines`` of one key in ``seconds``; then how many were left out. Thread-safe.
 
     That count comes by itself: when the time is over, before the next line of the key, or when the process ends.
-    Keys are few and our own: names of reasons, not what a peer says.
+    Keys are few and our own: names of reasons, not what a peer says. Whom a line is about is no key, it is its
+    ``subject``: each gets one line in that time, so that one who fails all the time leaves the others theirs, and many
+    together get no more than ``lines``.
     """
 
     def __init__(self, logger: logging.Logger, lines: int = 5, seconds: float = 10.0) -> None:
@@ -72,8 +74,8 @@ class RateLimited:
         self._lock = threading.Lock()
         self._windows: dict[str, _Window] = {}
 
-    def warning(self, key: str, text: str | Callable[[], str]) -> None:
-        self.say(logging.WARNING, key, text)
+    def warning(self, key: str, text: str | Callable[[], str], *, subject: str = "") -> None:
+        self.say(logging.WARNING, key, text, subject=subject)
 
     def exception(self, key: str, text: str) -> None:
         """The error that is being handled, with its traceback."""
@@ -87,9 +89,10 @@ class RateLimited:
         *,
         exc_info: bool = False,
         about: Mapping[str, object] | None = None,
+        subject: str = "",
     ) -> None:
         """``text``, or what makes it: thousands that are left out then cost nothing to word. ``about``: fields of
-        JsonLines."""
+        JsonLines. ``subject``: whom it is about, as a peer may name itself; empty: nobody in particular."""
         now, ended = time.monotonic(), None
         with self._lock:
             window = self._windows.get(key)
@@ -98,15 +101,14 @@ class RateLimited:
             if window is None or now >= window.end:
                 ended, window = window, _Window(now + self._seconds, level)
                 self._windows[key] = window
-            window.said += 1
-            beyond = window.said - self._lines
+            left_out = window.count(subject, self._lines)
         if ended is not None:
             self._sum_up(key, ended)
-        if beyond <= 0:
+        if not left_out:
             extra = {_ABOUT: about} if about else None
             said = text if isinstance(text, str) else text()
             self._logger.log(level, "%s", said, exc_info=exc_info or None, extra=extra)
-        elif beyond == 1:
+        elif left_out == 1:
             _counts.owe(window.end, partial(self._end, key, window))
 
     def _end(self, key: str, window: _Window) -> None:
@@ -117,19 +119,30 @@ class RateLimited:
         self._sum_up(key, window)
 
     def _sum_up(self, key: str, window: _Window) -> None:
-        more = window.said - self._lines
-        if more > 0:
-            self._logger.log(window.level, "%d more like these of %s in %g s", more, key, self._seconds)
+        if window.left_out:
+            self._logger.log(window.level, "%d more like these of %s in %g s", window.left_out, key, self._seconds)
 
 
 class _Window:
-    __slots__ = ("end", "level", "process", "said")
+    __slots__ = ("end", "left_out", "level", "process", "said", "subjects")
 
     def __init__(self, end: float, level: int) -> None:
         self.end = end
         self.level = level
-        self.said = 0
+        self.said = self.left_out = 0
+        # Those of the lines that were said.
+        self.subjects: tuple[str, ...] = ()
         self.process = _counts.process
+
+    def count(self, subject: str, lines: int) -> int:
+        """Counts one more line, and returns how many are left out with it; 0: it is to be said."""
+        if self.said == lines or subject in self.subjects:
+            self.left_out += 1
+            return self.left_out
+        self.said += 1
+        if subject:
+            self.subjects = (*self.subjects, subject)
+        return 0
 
 
 class _Counts:

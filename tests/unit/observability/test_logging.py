@@ -52,6 +52,20 @@ def test_many_lines_of_one_reason_become_a_count_when_their_time_is_over(caplog:
     assert all(record.exc_info is None for record in caplog.records)
 
 
+def test_each_subject_has_one_line_and_all_together_as_many_as_the_key(caplog: pytest.LogCaptureFixture) -> None:
+    """A name that is made up for each line is no way round the limit, and one that is there all the time no end of the
+    others."""
+    limited = RateLimited(logger, lines=3, seconds=5.0)
+    for _ in range(10):
+        limited.warning("holders", "of P", subject="P")
+    limited.warning("holders", "of Q", subject="Q")
+    limited.warning("holders", "of nobody")
+    for number in range(10):
+        limited.warning("holders", "made up", subject=f"made up {number}")
+    wait_until(lambda: counts_of(caplog))
+    assert ours(caplog) == ["of P", "of Q", "of nobody", "19 more like these of holders in 5 s"]
+
+
 def test_one_thread_says_counts_while_any_is_owed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
