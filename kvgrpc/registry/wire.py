@@ -259,22 +259,33 @@ def engine_from_pb(message: pb.Engine, pools: PoolCache | None) -> ResolvedEngin
 def engine_rows(message: pb.Engine, pools: PoolCache | None) -> Iterator[RankRow | None]:
     """The rows of an engine that a registry sent, which may take seconds in all, with None behind a piece of a row that
     has many regions. Each thing is counted before it is looked at. Raises InvalidRequest."""
-    raise_if(_wrong_layout(wire.layout_from_pb(message.layout), "engine.layout"))
-    _check_count("engine.rows", len(message.rows), 0, MAX_ENGINE_RANKS)
-    _check_count("engine.dp_lacking_events", len(message.dp_lacking_events), 0, MAX_ENGINE_RANKS)
+    check_engine_sizes(message, len(message.rows))
     for index, row in enumerate(message.rows):
         path = f"engine.rows[{index}]"
-        _check_sizes(row, path)
-        _check_count(f"{path}.labels", len(row.labels), 0, MAX_LABELS)
         if pools is not None:
+            _check_sizes(row, path)
             yield from _large_pools(row, pools, path)
-        read = row_from_pb(row, pools, path)
-        check_rank(read.ref, read.layout, f"{path}.rank")  # logs say its name
-        yield read
+        yield engine_row(row, pools, path)
+
+
+def check_engine_sizes(head: pb.Engine, rows: int) -> None:
+    """Raises InvalidRequest for an engine whose ranks, or so many rows, nobody is to look through."""
+    raise_if(_wrong_layout(wire.layout_from_pb(head.layout), "engine.layout"))
+    _check_count("engine.rows", rows, 0, MAX_ENGINE_RANKS)
+    _check_count("engine.dp_lacking_events", len(head.dp_lacking_events), 0, MAX_ENGINE_RANKS)
+
+
+def engine_row(row: pb.RankRow, pools: PoolCache | None, path: str) -> RankRow:
+    """One row of an engine that a registry sent; ``pools`` None: without its pools. Raises InvalidRequest."""
+    _check_sizes(row, path)
+    _check_count(f"{path}.labels", len(row.labels), 0, MAX_LABELS)
+    read = row_from_pb(row, pools, path)
+    check_rank(read.ref, read.layout, f"{path}.rank")  # logs say its name
+    return read
 
 
 def engine_of(message: pb.Engine, rows: Iterable[RankRow | None]) -> ResolvedEngine:
-    """``rows``: what ``engine_rows`` gave."""
+    """``rows``: what ``engine_rows`` gave, or none."""
     return ResolvedEngine(
         name=message.name,
         role=wire.role_from_pb(message.role, "engine.role"),

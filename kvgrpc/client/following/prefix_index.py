@@ -8,13 +8,14 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvgrpc.client.aio import Client
 from kvgrpc.client.engine_mirror import EngineMirror
 from kvgrpc.client.following.follower import EventFollower
+from kvgrpc.client.following.lacking import WHOLE, Lacking
 from kvgrpc.client.following.saved_index import SavedIndex
 from kvgrpc.errors import KvGrpcError
 from kvgrpc.events.following.contents import CacheContents
@@ -35,9 +36,10 @@ from kvgrpc.events.following.sources import (
 )
 from kvgrpc.net import check_target
 from kvgrpc.observability import metrics
-from kvgrpc.observability.logging import RateLimited
+from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import ClientSecurity
+from kvgrpc.rpc.turns import in_pieces
 from kvgrpc.rpc.within import check_seconds
 from kvgrpc.v1 import registry_service_pb2
 
@@ -107,8 +109,7 @@ class PrefixIndex:
         self._listed: dict[str, dict[_Cache, _Place]] = {}
         self._found: dict[_Cache, _Place] = {}
         self._gone: set[_Cache] = set()
-        # What is not followed, by what it is about.
-        self._lacking: dict[str, str] = {}
+        self._lacking = Lacking()
         self._file = SavedIndex(saved) if saved else None
         # Of caches that were not found again yet.
         self._saved: dict[_Cache, SavedCache] = {}
@@ -265,7 +266,7 @@ class PrefixIndex:
 
     def not_followed(self) -> list[str]:
         """Returns what cannot be followed now, each with its reason: "ENGINE: why", "ADDRESS: why"."""
-        return [f"{what}: {why}" for what, why in sorted(self._lacking.items())]
+        return self._lacking.lines()
 
     async def until_current(self, caches: int = 1, timeout: float = 30.0) -> None:
         """Waits until that many are current. Raises TimeoutError after ``timeout`` seconds (``math.inf``: never)."""
@@ -287,8 +288,9 @@ class PrefixIndex:
                 why = "it ended the stream"
             except KvGrpcError as error:
                 why = str(error)
-                self._lines.warning(f"{address}: {error.reason.name}", f"looking for caches at {address}: {error}")
-            self._lacking[address] = why
+                text = one_line(f"looking for caches at {address}: {error}")
+                self._lines.warning(f"{address}: {error.reason.name}", text)
+            self._lacking.note(address, why)
             self._registries.rotate(-1)
             pause = FIRST_PAUSE_SECONDS if time.monotonic() - began > LONGEST_PAUSE_SECONDS else pause
             await asyncio.sleep(pause * (0.5 + random.random() / 2))
@@ -297,32 +299,26 @@ class PrefixIndex:
     async def _watch(self, address: str) -> None:
         async with Client(address, self._security, _ANSWER_SECONDS) as client:
             async for message in client.watch_engines(without_pools=True):
-                self._lacking.pop(address, None)
-                for name in self._mirror.apply(message):
+                self._lacking.forget(address)
+                for name in await self._mirror.apply_in_pieces(message):
                     await self._engine_changed(name)
                 if self._mirror.complete:
                     self._searching.discard("registries")
 
     async def _engine_changed(self, name: str) -> None:
-        """The publishing rank of each cache: the one with pp = cp = tp = 0."""
-        before, now = self._listed.pop(name, {}), {}
-        known = self._mirror.parts(name)
-        for about in [about for about in self._lacking if about == name or about.startswith(f"{name} dp")]:
-            del self._lacking[about]
+        """Its caches go where they are now: several turns for the rows of a large one."""
+        known, now, lacks = self._mirror.parts(name), dict[_Cache, _Place](), dict[int, str]()
         if known is not None:
-            head, rows = known
-            for row in filter(_publishes, rows):
-                if row.endpoints.grpc:
-                    now[name, row.rank.rank.dp] = _Place(
-                        row.endpoints.grpc, head.model.name, frozenset(row.labels.items())
-                    )
-                else:
-                    self._lack(f"{name} dp{row.rank.rank.dp}", "it serves events, and its row names no gRPC address")
+            await in_pieces(_published(name, *known, now, lacks))
+            lacks |= _lacks_events(known[0], now)
+        before = self._listed.pop(name, {})
+        if known is not None:
             self._listed[name] = now
-            if not now:
-                self._lack(name, f"none of its {head.registered_ranks} registered ranks serves events")
-            elif head.dp_lacking_events:
-                self._lack(name, f"dp ranks {_numbers(head.dp_lacking_events)} serve no events, others of it do")
+        for dp in self._lacking.replace(name, lacks):
+            if dp != WHOLE:
+                self._say_lacking("caches without an address", f"{name} dp{dp}", lacks[dp])
+            else:
+                self._say_lacking("engines that lack events" if now else "engines without events", name, lacks[dp])
         self._gone |= before.keys() - now.keys()
         self._gone -= now.keys()
         await self._follow_places(now)
@@ -336,18 +332,17 @@ class PrefixIndex:
             answers = await asyncio.gather(*map(self._ask_source, asked), return_exceptions=True)
             for address, answer in zip(asked, answers, strict=True):
                 if isinstance(answer, KvGrpcError):
-                    self._lines.warning(
-                        f"{address}: {answer.reason.name}", f"looking for caches at {address}: {answer}"
-                    )
-                    self._lacking[address] = str(answer)
+                    text = one_line(f"looking for caches at {address}: {answer}")
+                    self._lines.warning(f"{address}: {answer.reason.name}", text)
+                    self._lacking.note(address, str(answer))
                 elif isinstance(answer, BaseException):
                     raise answer
                 elif answer:
-                    self._lacking.pop(address, None)
+                    self._lacking.forget(address)
                     self._found |= answer
                     await self._follow_places(answer)
-                else:
-                    self._lack(address, "it serves no stream of events")
+                elif self._lacking.note(address, why := "it serves no stream of events"):
+                    self._say_lacking("addresses without events", address, why)
             self._searching.discard("sources")
             await self._let_go()
             self._set_gauges()
@@ -364,22 +359,25 @@ class PrefixIndex:
             await self._follow_each(places)
 
     async def _follow_each(self, places: dict[_Cache, _Place]) -> None:
-        begun = 0
-        for cache, place in places.items():
-            if cache in self._followers and self._followers[cache][1] == place:
-                continue
+        for begun, cache in enumerate(filter(None, await in_pieces(self._moved(places))), 1):
+            engine, dp = cache
             await self._unfollow(cache)
-            about = f"{cache[0]} dp{cache[1]}"
             try:
-                await self._begin(cache, place)
-                self._lacking.pop(about, None)
+                await self._begin(cache, places[cache])
+                self._lacking.forget(engine, dp)
             except KvGrpcError as error:
                 # An address that may not be dialled, a certificate that is being replaced: no affair of the others.
-                self._lines.warning(f"following: {error.reason.name}", f"following dp{cache[1]} of {cache[0]}: {error}")
-                self._lacking[about] = str(error)
-            begun += 1
+                text = one_line(f"following dp{dp} of {engine}: {error}")
+                self._lines.warning(f"following: {error.reason.name}", text)
+                self._lacking.note(engine, str(error), dp)
             if not begun % _BEGIN_AT_ONCE:
                 await asyncio.sleep(0)
+
+    def _moved(self, places: Mapping[_Cache, _Place]) -> Iterator[_Cache | None]:
+        """Those that are not followed where they are now; None for each of the others."""
+        for cache, place in places.items():
+            follower = self._followers.get(cache)
+            yield cache if follower is None or follower[1] != place else None
 
     async def _let_go(self) -> None:
         """Of what a registry lists no more, what does not answer either; and what could not be begun is tried again."""
@@ -442,13 +440,39 @@ class PrefixIndex:
             self._table.remove(*cache)
             await follower[0].close()
 
-    def _lack(self, what: str, why: str) -> None:
-        if self._lacking.get(what) != why:
-            self._lines.warning(f"not followed: {why[:40]}", f"{what} is not followed: {why}")
-        self._lacking[what] = why
+    def _say_lacking(self, kind: str, what: str, why: str) -> None:
+        self._lines.warning(kind, one_line(f"{what} is not followed: {why}"))
+
+
+def _published(
+    name: str,
+    head: registry_service_pb2.Engine,
+    rows: Iterable[registry_service_pb2.RankRow],
+    places: dict[_Cache, _Place],
+    lacks: dict[int, str],
+) -> Iterator[None]:
+    """Fills in where the caches of an engine are, at the publishing rank of each, and which cannot be followed; yields
+    behind each row."""
+    for row in rows:
+        if _publishes(row):
+            dp = row.rank.rank.dp
+            if row.endpoints.grpc:
+                places[name, dp] = _Place(row.endpoints.grpc, head.model.name, frozenset(row.labels.items()))
+            else:
+                lacks[dp] = "it serves events, and its row names no gRPC address"
+        yield
+
+
+def _lacks_events(head: registry_service_pb2.Engine, places: Collection[_Cache]) -> dict[int, str]:
+    if not places:
+        return {WHOLE: f"none of its {head.registered_ranks} registered ranks serves events"}
+    if head.dp_lacking_events:
+        return {WHOLE: f"dp ranks {_numbers(head.dp_lacking_events)} serve no events, others of it do"}
+    return {}
 
 
 def _publishes(row: registry_service_pb2.RankRow) -> bool:
+    """The rank with pp = cp = tp = 0 publishes its dp."""
     rank = row.rank.rank
     return row.serves_events and not (rank.pp or rank.cp or rank.tp)
 

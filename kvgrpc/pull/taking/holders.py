@@ -24,12 +24,13 @@ from kvgrpc.pull.common import CommonPages, SameNames
 from kvgrpc.pull.heads import Share
 from kvgrpc.pull.model import Found, Holder, Lent, PullConfig, alone
 from kvgrpc.pull.taking.indexed import IndexAnswer, IndexedHolders, event_hash_of
+from kvgrpc.pull.taking.listed import ListedEngine, listed
 from kvgrpc.pull.taking.named import say_unknown
 from kvgrpc.pull.taking.silent import SilentHolders
 from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
 from kvgrpc.registry.model import RankRow, ResolvedEngine
-from kvgrpc.registry.wire import engine_from_pb
 from kvgrpc.rpc.dialing.channels import ChannelPool
+from kvgrpc.rpc.turns import in_pieces
 from kvgrpc.rpc.within import within
 from kvgrpc.transfer.protocol.types import Target
 from kvgrpc.transfer.runtime.resolve import PrefillEngine
@@ -44,6 +45,8 @@ _IDLE_SECONDS = 15.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
 _REMEMBERED = 4096
 _MOST_SIZES = 4
+# Characters of a name that a registry gives, in a line of the log.
+_LONGEST_NAME = 128
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +92,7 @@ class Holders:
         self._in_use: Counter[str] = Counter()
         self._closed = False
         self._mirror = EngineMirror()
-        self._engines: dict[str, ResolvedEngine] = {}
+        self._engines: dict[str, ListedEngine] = {}
         self._known: dict[str, PrefillEngine] = {}
         self.silent = SilentHolders()
         self._index = (
@@ -225,46 +228,51 @@ class Holders:
                 message = await within(_IDLE_SECONDS, call.read())
                 if not isinstance(message, registry_service_pb2.WatchEnginesResponse):
                     raise unreachable(address, "it ended the stream")
-                for name in self._mirror.apply(message):
-                    self._hear_of(name)
+                for name in await self._mirror.apply_in_pieces(message):
+                    await self._hear_of(name)
         finally:
             self._in_use[address] -= 1
             call.cancel()
 
-    def _hear_of(self, name: str) -> None:
+    async def _hear_of(self, name: str) -> None:
         """One whose rows cannot be read, of a newer version perhaps, is not asked; of the others more is heard."""
         try:
-            self._take_news(name)
+            await self._take_news(name)
         except Exception as error:
             self._engines.pop(name, None)
             text = one_line(f"{type(error).__name__}: {error}")
-            self._lines.warning(f"rows of {name}", f"pages of {name} are not taken, its rows cannot be read: {text}")
-
-    def _take_news(self, name: str) -> None:
-        engine, before = self._mirror.engine(name), self._engines.pop(name, None)
-        old = {} if before is None else {row.endpoints.grpc: row.ref for row in before.rows}
-        if engine is None:
-            self._forget_kinds(old)
-            return
-        now = self._engines[name] = engine_from_pb(engine, None)
-        self._forget_kinds(old.keys() - {row.endpoints.grpc for row in now.rows})
-        self._say_unlike(now)
-        for row in now.rows:
-            if old.get(row.endpoints.grpc) != row.ref:
-                self.silent.forget(row.endpoints.grpc)
-                self._forget_kinds([row.endpoints.grpc])
-
-    def _forget_kinds(self, addresses: Iterable[str]) -> None:
-        self._of_other_kind.difference_update(addresses)
-        self._of_own_kind.difference_update(addresses)
-
-    def _say_unlike(self, engine: ResolvedEngine) -> None:
-        """One of our model that lends, and is never asked."""
-        unlike = self._unlike(engine)
-        if unlike is not None and not self._model.differences(engine.model) and _lends(engine):
+            named = one_line(name, _LONGEST_NAME)
             self._lines.warning(
-                f"sizes of {engine.name}", f"pages of {engine.name} are not taken: {one_line(str(unlike))}"
+                "rows of engines", f"pages of {named} are not taken, its rows cannot be read: {text}", subject=named
             )
+
+    async def _take_news(self, name: str) -> None:
+        known, before = self._mirror.parts(name), self._engines.get(name)
+        if known is None:
+            if before is not None:
+                del self._engines[name]
+                await in_pieces(self._forget_kinds(before.addresses()))
+            return
+        own = self._ref.rank
+        now = self._engines[name] = await listed(*known, (own.pp, own.cp), before)
+        await in_pieces(self._forget_kinds((*now.left, *now.came)))
+        await in_pieces(map(self.silent.forget, now.came))
+        self._say_unlike(now)
+
+    def _forget_kinds(self, addresses: Iterable[str]) -> Iterator[None]:
+        for address in addresses:
+            self._of_other_kind.discard(address)
+            self._of_own_kind.discard(address)
+            yield
+
+    def _say_unlike(self, listed: ListedEngine) -> None:
+        """One of our model that lends, and is never asked."""
+        engine = listed.engine
+        unlike = self._unlike(engine)
+        if unlike is not None and not self._model.differences(engine.model) and listed.lends:
+            named = one_line(engine.name, _LONGEST_NAME)
+            text = f"pages of {named} are not taken: {one_line(str(unlike))}"
+            self._lines.warning("sizes of engines", text, subject=named)
 
     def shares_of(self, tp_size: int, common: bool = False) -> Mapping[int, Share]:
         """By tp rank, those of an engine of this size that have our pages together; none where they cannot be had.
@@ -300,28 +308,19 @@ class Holders:
                 return InvalidRequest.of(f"identity.{axis}_size", theirs, f"{ours}, as this cache's pages have")
         return None
 
-    def _of(self, engine: ResolvedEngine) -> Iterator[Holder]:
-        own, wanted = self._ref.rank, self._config.engines
+    def _of(self, listed: ListedEngine) -> Iterator[Holder]:
+        engine, own, wanted = listed.engine, self._ref.rank, self._config.engines
         if engine.name == own.engine or (wanted and engine.name not in wanted):
             return
         if self._model.differences(engine.model) or self._unlike(engine) is not None:
             return
         own_kind = self.shares_of(engine.layout.tp)
         shares = own_kind or self.shares_of(engine.layout.tp, common=True)
-        for rows in self._lending(engine).values():
+        for rows in listed.lending.values():
             tps = self._who_has(shares, rows)
             if all(tp in rows for tp in tps):
                 first, *others = (self._holder(engine, rows[tp], shares, not own_kind) for tp in tps)
                 yield replace(first, others=tuple(others))
-
-    def _lending(self, engine: ResolvedEngine) -> Mapping[int, Mapping[int, RankRow]]:
-        """Rows that lend what this rank could take, by dp and tp."""
-        own, found = self._ref.rank, dict[int, dict[int, RankRow]]()
-        for row in engine.rows:
-            rank, ends = row.ref.rank, row.endpoints
-            if ends.grpc and ends.cache and (rank.pp, rank.cp) == (own.pp, own.cp):
-                found.setdefault(rank.dp, {})[rank.tp] = row
-        return found
 
     def _holder(self, engine: ResolvedEngine, row: RankRow, shares: Mapping[int, Share], other_kind: bool) -> Holder:
         rank, ends, layout = row.ref.rank, row.endpoints, engine.layout
@@ -366,8 +365,9 @@ class Holders:
                 _note_kind(self._of_other_kind, holder)
                 return await self._count_one(replace(holder, common=True), hashes, seconds)
             said = str(error) if isinstance(error, KvGrpcError) else f"{type(error).__name__}: {error}"
-            text = f"{holder.engine} at {holder.address} does not say what it has: {one_line(said)}"
-            self._lines.warning(f"holder {holder.address}", text)
+            who = one_line(f"{holder.engine} at {holder.address}", 2 * _LONGEST_NAME)
+            text = f"{who} does not say what it has: {one_line(said)}"
+            self._lines.warning("holders that do not answer", text, subject=holder.address)
             return Found(holder, 0, name)
         if not holder.common:
             _note_kind(self._of_own_kind, holder)
@@ -422,10 +422,6 @@ def _note_kind(addresses: set[str], holder: Holder) -> None:
     if len(addresses) >= _REMEMBERED:
         addresses.pop()
     addresses.add(holder.address)
-
-
-def _lends(engine: ResolvedEngine) -> bool:
-    return any(row.endpoints.cache for row in engine.rows)
 
 
 def check_lent(lent: Lent, holder: Holder, own: RankId) -> None:

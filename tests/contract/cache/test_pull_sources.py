@@ -148,7 +148,7 @@ def test_an_engine_whose_rows_cannot_be_read_hides_no_other(
     fleet: PullFleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It may be of a newer version. Whatever it is, the others are heard of."""
-    read = wire.engine_from_pb
+    read = wire.engine_of
 
     def refuse(engine: Any, *rest: Any) -> Any:
         if engine.name == "newer":
@@ -157,7 +157,7 @@ def test_an_engine_whose_rows_cannot_be_read_hides_no_other(
             raise ZeroDivisionError
         return read(engine, *rest)
 
-    monkeypatch.setattr(holders, "engine_from_pb", refuse)
+    monkeypatch.setattr(wire, "engine_of", refuse)
     for name in ("newer", "odd", "plain"):
         fleet.open(name)
     taker = fleet.open("taker")

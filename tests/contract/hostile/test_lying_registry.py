@@ -20,6 +20,7 @@ from kvgrpc.transfer.runtime.resolve import MOST_PREFILL_RANKS
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceServicer, add_RegistryServiceServicer_to_server
+from tests.support.counted_turns import CountedTurns
 from tests.support.hostile.honest_pair import ROOMS
 from tests.support.rank_host import RankHost
 from tests.support.registry_serving import dial
@@ -117,25 +118,14 @@ async def test_more_than_an_engine_has_is_refused_before_it_is_looked_at(
 async def test_thousands_of_rows_take_many_turns_of_the_loop_and_others_have_theirs_between(
     liar: Liar, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_this_turn, turns = 0, list[int]()
-
-    def count(number: int) -> None:
-        nonlocal in_this_turn
-        if not in_this_turn:
-            asyncio.get_running_loop().call_soon(end_of_turn)
-        in_this_turn += number
-
-    def end_of_turn() -> None:
-        nonlocal in_this_turn
-        turns.append(in_this_turn)
-        in_this_turn = 0
+    counted = CountedTurns()
 
     def row(*arguments: Any) -> Any:
-        count(1)
+        counted.count()
         return row_from_pb(*arguments)
 
     def pool(self: wire.PoolCache, message: common_pb2.PagePool, path: str) -> Any:
-        count(len(message.regions))
+        counted.count(len(message.regions))
         return decode(self, message, path)
 
     row_from_pb, decode = wire.row_from_pb, wire.PoolCache.decode
@@ -148,7 +138,7 @@ async def test_thousands_of_rows_take_many_turns_of_the_loop_and_others_have_the
         liar.engine, most = engine(40, _with_regions, tp=40), 2 * MAX_REGIONS
     found = await resolved(liar)
     assert len(found.rows) == len(liar.engine.rows)
-    assert sum(turns) == (ROWS if what == "rows" else 40 * MAX_REGIONS) and max(turns) <= most
+    assert sum(counted.turns) == (ROWS if what == "rows" else 40 * MAX_REGIONS) and max(counted.turns) <= most
 
 
 def _with_regions(made: pb.Engine) -> None:
