@@ -117,7 +117,7 @@ class TestReplicasAreOneRegistry:
         assert leases_that_ran_out() == before
         (lease,) = (await replicas[0].register(row("P", epoch=4))).leases
         await until(lambda: all(replica.known() for replica in replicas))
-        await replicas[0].store._client.revoke(etcd_lease(lease.lease_id))
+        await replicas[0].client.revoke(etcd_lease(lease.lease_id))
         await until_gone()
         assert leases_that_ran_out() == before + 2
         for replica in replicas:
@@ -130,7 +130,7 @@ class TestReplicasAreOneRegistry:
         await until(lambda: all(len(replica.known()) == 4 for replica in replicas))
         gone = rank_ref_to_pb(row(tp=1).ref)
         await replicas[1].stub.Deregister(pb.DeregisterRequest(ranks=[gone]), timeout=20)
-        await replicas[0].store._client.revoke(etcd_lease(leases[2]))
+        await replicas[0].client.revoke(etcd_lease(leases[2]))
         await replicas[1].register(row(tp=3, epoch=2, layout=layout))
         await until(lambda: all(len(replica.known()) == 2 for replica in replicas))
         for replica in replicas:
@@ -242,7 +242,7 @@ class TestReplicasAreOneRegistry:
         await here.register(row(epoch=6), row("Q"))
         gone = rank_ref_to_pb(row(epoch=6).ref)
         await here.stub.Deregister(pb.DeregisterRequest(ranks=[gone]))
-        keeper = Housekeeping(here.store._client, here.store._keys, here.store._view, forget_seconds=60.0)
+        keeper = Housekeeping(here.client, here.keys, here.store._view, forget_seconds=60.0)
         assert await keeper.look(lambda: 0.0) == 0
         assert await keeper.look(lambda: 59.0) == 0
         assert await keeper.look(lambda: 60.0) == 2  # its fence and the engine's shape; Q's stay

@@ -16,6 +16,7 @@ from kvgrpc.errors import (
 )
 from kvgrpc.model import Layout
 from kvgrpc.observability.logging import RateLimited
+from kvgrpc.registry import wire
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.store.etcd import EtcdStore, view
 from kvgrpc.registry.store.etcd.client import EtcdClient
@@ -114,11 +115,11 @@ class TestFaults:
 
     async def test_a_history_that_etcd_compacted_is_read_again(self, replicas: list[Replica]) -> None:
         here, there = replicas
-        client, view_there = there.store._client, there.store._view
+        client, view_there = there.client, there.store._view
         await here.register(row("Q"))
         await until(lambda: bool(there.known()))
         view_there.revision, seen = 1, view_there.revision  # as after a long time away
-        compact: Any = here.store._client.channel.unary_unary("/etcdserverpb.KV/Compact")
+        compact: Any = here.client.channel.unary_unary("/etcdserverpb.KV/Compact")
         await compact(b"\x08" + bytes([seen]) if seen < 128 else b"\x08" + bytes([seen & 127 | 128, seen >> 7]))
         client._leave(client.channel)
         await until(lambda: view_there.revision > 1 and there.store.warming_up_for == 0)
@@ -131,7 +132,7 @@ class TestFaults:
     ) -> None:
         """A call that failed closes the channel, and with it the watch, at which nobody looks in that moment."""
         here, there = replicas
-        client, tell = there.store._client, there.store._view._on_change
+        client, tell = there.client, there.store._view._on_change
 
         def leave() -> None:
             there.store._view._on_change = tell
@@ -167,7 +168,7 @@ class TestFaults:
 
     async def test_a_value_that_is_no_row_takes_nothing_else_with_it(self, replicas: list[Replica]) -> None:
         here, there = replicas
-        client, keys = here.store._client, here.store._keys
+        client, keys = here.client, here.keys
 
         for key in (keys.rows + b"X/0/0/0/0", keys.rows + b"nonsense", keys.fences + b"X/0/0/0/0"):
             put = etcd_pb2.RequestOp(request_put=etcd_pb2.PutRequest(key=key, value=b"\xff\xfe"))
@@ -234,7 +235,7 @@ class TestFaults:
     ) -> None:
         """As `etcdctl make-mirror` writes them."""
         here, there = replicas
-        client, found = here.store._client, await _copied_rows(here)
+        client, found = here.client, await _copied_rows(here)
         await until(lambda: all(view.knows_lease(0) for view in (here.store._view, there.store._view)))
         (lease,) = (await here.register(row("A"))).leases
         assert not (await here.store.keep_alive([lease.lease_id]))
@@ -244,12 +245,34 @@ class TestFaults:
         await until(lambda: there.known() == {row("C")})
         assert "following etcd failed" not in caplog.text
 
+    async def test_a_row_that_was_copied_with_its_lease_leaves_it_to_the_first_when_it_goes(
+        self, replicas: list[Replica]
+    ) -> None:
+        """As `etcdctl put --lease` writes it: two rows of one number. With the copy the lease was unknown."""
+        here = replicas[0]
+        client, keys = here.client, here.keys
+        (lease,) = (await here.register(row("A"))).leases
+        _, (found,) = await client.read(keys.rows)
+        stored = etcd_pb2.StoredRow.FromString(found.value)
+        stored.row = wire.row_to_bytes(row("B"), None)
+        put = etcd_pb2.PutRequest(key=keys.row(row("B").ref.rank), value=stored.SerializeToString(), lease=found.lease)
+        await client.transact(etcd_pb2.TxnRequest(success=[etcd_pb2.RequestOp(request_put=put)]))
+        await until(lambda: all(replica.known() == {row("A"), row("B")} for replica in replicas))
+        await client.transact(etcd_pb2.TxnRequest(success=[_deleted(etcd_pb2.KeyValue(key=put.key))]))
+        await until(lambda: all(replica.known() == {row("A")} for replica in replicas))
+        for replica in replicas:
+            assert not await replica.store.keep_alive([lease.lease_id])
+        await client.transact(etcd_pb2.TxnRequest(success=[_deleted(found)]))
+        await until(lambda: not any(replica.known() for replica in replicas))
+        for replica in replicas:
+            assert await replica.store.keep_alive([lease.lease_id]) == [lease.lease_id]
+
     async def test_rows_that_were_copied_without_their_leases_go_where_all_is_read_again(
         self, replicas: list[Replica]
     ) -> None:
         """They share one lease number: whoever counts them by it forgets all but one."""
         here, there = replicas
-        client, found = here.store._client, await _copied_rows(here)
+        client, found = here.client, await _copied_rows(here)
         await until(lambda: there.store._view.knows_lease(0))
         following = there.store._tasks[0]
         following.cancel()
@@ -277,8 +300,8 @@ async def _copied_rows(replica: Replica) -> Sequence[etcd_pb2.KeyValue]:
     """Two ranks register, and their rows lose their leases."""
     await replica.register(row("A"))
     await replica.register(row("B"))
-    _, found = await replica.store._client.read(replica.store._keys.rows)
-    await replica.store._client.transact(etcd_pb2.TxnRequest(success=[_copied(each) for each in found]))
+    _, found = await replica.client.read(replica.keys.rows)
+    await replica.client.transact(etcd_pb2.TxnRequest(success=[_copied(each) for each in found]))
     return found
 
 

@@ -13,6 +13,8 @@ from kvgrpc.registry import wire
 from kvgrpc.registry.model import EVERY_RANK, RankRow
 from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
 from kvgrpc.registry.store.etcd import EtcdStore
+from kvgrpc.registry.store.etcd.client import EtcdClient
+from kvgrpc.registry.store.etcd.keys import EtcdKeys
 from kvgrpc.rpc.credentials.audience import Audiences
 from kvgrpc.rpc.dialing.channel import open_channel
 from kvgrpc.rpc.interceptors import interceptors_of
@@ -34,6 +36,15 @@ class Replica:
     def __init__(self, etcd: Etcd, prefix: str, ttl: float = TTL) -> None:
         self.store = EtcdStore([etcd.address], ttl=ttl, prefix=prefix)
         self.servicer = RegistryServicer(self.store)
+
+    @property
+    def client(self) -> EtcdClient:
+        """By which it asks etcd."""
+        return self.store._client
+
+    @property
+    def keys(self) -> EtcdKeys:
+        return self.store._keys
 
     async def start(self, port: int = 0, security: ServerSecurity | None = None) -> Replica:
         audiences = Audiences()

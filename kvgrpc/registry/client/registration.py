@@ -208,14 +208,27 @@ class Registration:
             except (PeerUnreachable, StoreUnavailable, asyncio.CancelledError):
                 self._doubtful |= refs
                 raise
-            if len(response.leases) != len(chunk):
-                self._doubtful |= refs
-                rule = f"one a row, {len(chunk)}, in the answer of the registry at {self.address}"
-                raise InvalidRequest.of("leases", len(response.leases), rule)
             self._ttl = _ttl(response)
-            self._doubtful -= refs
             self._drop_leases(refs)
-            self._leases |= {lease.lease_id: row for lease, row in zip(response.leases, chunk, strict=True)}
+            try:
+                self._leases |= self._told_apart(chunk, [lease.lease_id for lease in response.leases])
+            except InvalidRequest:
+                self._doubtful |= refs
+                raise
+            self._doubtful -= refs
+
+    def _told_apart(self, rows: Sequence[RankRow], lease_ids: Sequence[int]) -> dict[int, RankRow]:
+        """The rows by their leases. Raises InvalidRequest where those are not one a row: of two rows with one lease the
+        first would be forgotten, and nobody would register it again."""
+        where = f"in the answer of the registry at {self.address}"
+        if len(lease_ids) != len(rows):
+            raise InvalidRequest.of("leases", len(lease_ids), f"one a row, {len(rows)}, {where}")
+        found: dict[int, RankRow] = {}
+        for index, (lease_id, row) in enumerate(zip(lease_ids, rows, strict=True)):
+            if lease_id in found or lease_id in self._leases:
+                raise InvalidRequest.of(f"leases[{index}].lease_id", lease_id, f"no other row's, {where}")
+            found[lease_id] = row
+        return found
 
     def _requests(self, rows: Sequence[RankRow]) -> Iterator[tuple[list[RankRow], pb.RegisterRequest]]:
         """Requests that stay below the limits of the registry, each with its rows."""

@@ -24,6 +24,7 @@ from kvgrpc.errors import (
     StoreUnavailable,
 )
 from kvgrpc.model import Layout, Role
+from kvgrpc.registry import wire
 from kvgrpc.registry.client import registration as registration_module
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.client.resolver import Resolver
@@ -103,6 +104,13 @@ class Forgetful(Hurried):
     async def Deregister(self, request: pb.DeregisterRequest, context: object) -> pb.DeregisterResponse:
         self.deregistered += len(request.ranks)
         return pb.DeregisterResponse()
+
+
+class Confusing(Forgetful):
+    """A registry that names one lease for all rows."""
+
+    async def Register(self, request: pb.RegisterRequest, context: object) -> pb.RegisterResponse:
+        return pb.RegisterResponse(leases=[pb.RankLease(rank=each.rank, lease_id=7) for each in request.rows])
 
 
 class TestRegistration:
@@ -298,6 +306,23 @@ class TestRegistration:
             await Registration(dial, address, ranks(TP2)).start(5)
         assert wrong.value.metadata["field"] == "leases" and address in wrong.value.message
         assert told.deregistered == 2
+        await server.stop(0)
+
+    @pytest.mark.parametrize(("at_a_time", "field"), [(2, "leases[1].lease_id"), (1, "leases[0].lease_id")])
+    async def test_one_lease_for_two_rows_is_no_lease(
+        self, at_a_time: int, field: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The first of them was forgotten: it was said to be registered, was renewed by nobody and never came back."""
+        monkeypatch.setattr(wire, "MAX_ROWS_PER_REQUEST", at_a_time)
+        told = Confusing(Duration(seconds=10))  # type: ignore[abstract]
+        server = grpc.aio.server()
+        add_RegistryServiceServicer_to_server(told, server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        with pytest.raises(InvalidRequest) as wrong:
+            await Registration(dial, address, ranks(TP2)).start(5)
+        assert (wrong.value.metadata["field"], wrong.value.metadata["value"]) == (field, "7")
+        assert address in wrong.value.message and told.deregistered == 2
         await server.stop(0)
 
     async def test_a_start_whose_answer_came_too_late_leaves_nothing_behind(

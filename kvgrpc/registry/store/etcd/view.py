@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -52,7 +53,8 @@ class EtcdView:
         self._keys = keys
         self._on_change = on_change
         self._cluster = 0
-        self._leases: dict[int, RankId] = {}
+        # How many rows each has: one, but where somebody copied rows, whose numbers are alike or are none.
+        self._leases = Counter[int]()
         self.owners = Owners(self.table, max_rows)
         self.pools = wire.PoolCache()
         self._moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -219,11 +221,12 @@ class EtcdView:
         known = self.table.leased(rank)
         if known is None:
             return
-        # Rows that somebody copied without their leases have one number.
-        self._leases.pop(known.lease_id, None)
+        self._leases[known.lease_id] -= 1
+        if not self._leases[known.lease_id]:
+            del self._leases[known.lease_id]
         if isinstance(found, _Stored) and found.row == known.row:
             known.lease_id = found.lease
-            self._leases[known.lease_id] = known.row.ref.rank
+            self._leases[known.lease_id] += 1
         else:
             self.owners.remove(rank)
             self.table.remove(known)
@@ -242,7 +245,7 @@ class EtcdView:
             return
         self.owners.add(row.ref.rank, owner)
         self.table.add(row, lease, expires_at=float("inf"))
-        self._leases[lease] = row.ref.rank
+        self._leases[lease] += 1
 
     def _say_it_is_away(self, error: KvGrpcError) -> None:
         """Once for each time, the start included: a registry without its store serves, and refuses every write."""
