@@ -167,8 +167,11 @@ def owed_part(prefill: Shape, decode: Shape) -> Part:
     differ."""
     differences = _layout_differences(prefill, decode)
     same_tp = prefill.layout.tp == decode.layout.tp
+    remedy = ""
     if not same_tp:
-        differences.update(_share_differences(prefill, decode))
+        shares = _share_differences(prefill, decode)
+        remedy = _ONE_TP_SIZE if shares else ""
+        differences.update(shares)
         differences.update(_unsent_differences(prefill, decode))
     differences.update(_pool_differences(prefill, decode, same_tp, _is_mla(prefill.model, decode.model)))
     if decode.aux_item_bytes and prefill.aux_item_bytes != decode.aux_item_bytes:
@@ -177,7 +180,7 @@ def owed_part(prefill: Shape, decode: Shape) -> Part:
         differences["data_plane"] = (prefill.data_plane, decode.data_plane)
     differences.update(prefill.model.differences(decode.model))
     if differences:
-        raise mismatch(differences)
+        raise mismatch(differences, remedy)
     rank = prefill.rank
     layers = layers_of_pools(prefill.pools)
     return wanted_part(decode, (rank.dp, rank.pp, rank.cp, rank.tp), prefill.layout, layers)
@@ -188,11 +191,13 @@ def parts_of_pages(prefill: Sequence[Pool], decode: Sequence[Pool]) -> int:
     return parts_of_page(*shared(prefill[0], decode[0])) or 1
 
 
-def mismatch(differences: dict[str, tuple[object, object]]) -> ParallelLayoutMismatch:
-    """The error of differing fields: prefill's value first, decode's second."""
+def mismatch(differences: dict[str, tuple[object, object]], remedy: str = "") -> ParallelLayoutMismatch:
+    """The error of differing fields: prefill's value first, decode's second. ``remedy``: what helps, where the values
+    do not say so."""
     text = ", ".join(f"{field}: prefill {one}, decode {other}" for field, (one, other) in differences.items())
     metadata: dict[str, object] = {"mismatchedFields": ",".join(differences)}
     metadata.update({field: f"{one} != {other}" for field, (one, other) in differences.items()})
+    text += f". {remedy}" if remedy else ""
     return ParallelLayoutMismatch(f"prefill and decode do not fit: {text}", metadata=metadata)
 
 
@@ -241,6 +246,10 @@ def _layout_differences(prefill: Shape, decode: Shape) -> dict[str, tuple[object
     return differences
 
 
+_ONE_TP_SIZE = (
+    "Between tensor-parallel sizes that differ, each rank has to hold its equal share of the heads: give both engines "
+    "one tensor-parallel size"
+)
 _POOL_FIELDS = ("name", "kind", "page_tokens", "dtype", "axes", "heads_total")
 
 
@@ -251,8 +260,21 @@ def _share_differences(prefill: Shape, decode: Shape) -> dict[str, tuple[object,
         for index, pool in enumerate(shape.pools):
             heads = heads_of(pool.heads_total, shape.layout.tp, shape.rank.tp)
             if pool.heads_total and (pool.head_start, pool.head_count) != (heads.start, heads.stop - heads.start):
-                differences[f"pools[{index}].head_count"] = _both(prefill.pools, decode.pools, index)
+                held = _held_heads(prefill, index), _held_heads(decode, index)
+                differences[f"pools[{index}].head_count"] = held
     return differences
+
+
+def _held_heads(shape: Shape, index: int) -> str:
+    """Says "8 from 0 on, where tp 1 of 2 is to have 4 from 4 on", the latter only where it has others."""
+    if index >= len(shape.pools):
+        return "none"
+    pool, size, tp = shape.pools[index], shape.layout.tp, shape.rank.tp
+    share = heads_of(pool.heads_total, size, tp)
+    held = f"{pool.head_count} from {pool.head_start} on"
+    if (pool.head_start, pool.head_count) == (share.start, share.stop - share.start):
+        return f"{held} at tp {tp} of {size}"
+    return f"{held}, where tp {tp} of {size} is to have {share.stop - share.start} from {share.start} on"
 
 
 def _unsent_differences(prefill: Shape, decode: Shape) -> dict[str, tuple[object, object]]:
@@ -265,11 +287,6 @@ def _unsent_differences(prefill: Shape, decode: Shape) -> dict[str, tuple[object
     index = next(number for number, pool in enumerate(decode.pools) if pool.name == owed[0])
     total, first = decode.pools[index].heads_total, decode.pools[0].heads_total
     return {f"pools[{index}].heads_total": (total, f"copies in tp {size} as pools[0] with its {first} heads has")}
-
-
-def _both(prefill: Sequence[Pool], decode: Sequence[Pool], index: int) -> tuple[object, object]:
-    held = [pools[index].head_count if index < len(pools) else None for pools in (prefill, decode)]
-    return held[0], held[1]
 
 
 def _is_mla(*models: ModelIdentity) -> bool:

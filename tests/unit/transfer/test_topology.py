@@ -233,11 +233,27 @@ def test_shares_of_heads_that_no_size_makes_are_told_from_both_sides_whatever_po
     prefill = replace(PREFILL, layout=Layout(tp=2), pools=(quarter,))
     with pytest.raises(ParallelLayoutMismatch) as caught:
         owed_part(prefill, DECODE)
-    assert caught.value.metadata["pools[0].head_count"] == "2 != 8"
+    of_prefill = "2 from 0 on, where tp 0 of 2 is to have 4 from 0 on"
+    assert caught.value.metadata["pools[0].head_count"] == f"{of_prefill} != 8 from 0 on at tp 0 of 1"
+    assert caught.value.message.endswith("give both engines one tensor-parallel size")
     with pytest.raises(ParallelLayoutMismatch) as caught:
         owed_part(replace(prefill, pools=(quarter, replace(quarter, name="swa"))), DECODE)
-    assert caught.value.metadata["pools[1].head_count"] == "2 != None"
+    assert caught.value.metadata["pools[1].head_count"] == f"{of_prefill} != none"
     assert caught.value.metadata["pools"] == "['kv', 'swa'] != ['kv']"
+
+
+def test_ranks_that_all_have_all_heads_are_refused_by_the_sizes_that_differ() -> None:
+    """Both have eight heads of eight, which "prefill 8, decode 8" said and nothing more."""
+    prefill = replace(PREFILL, rank=RankId("P", tp=1), layout=Layout(tp=4))
+    decode = replace(DECODE, layout=Layout(tp=2))
+    with pytest.raises(ParallelLayoutMismatch) as caught:
+        owed_part(prefill, decode)
+    of_prefill = "prefill 8 from 0 on, where tp 1 of 4 is to have 2 from 2 on"
+    of_decode = "decode 8 from 0 on, where tp 0 of 2 is to have 4 from 0 on"
+    assert f"pools[0].head_count: {of_prefill}, {of_decode}. Between" in caught.value.message
+    with pytest.raises(ParallelLayoutMismatch) as caught:
+        owed_part(prefill, replace(decode, layout=Layout(tp=4), model=ModelIdentity("other")))
+    assert "one tensor-parallel size" not in caught.value.message
 
 
 def test_half_of_the_heads_cannot_be_taken_from_a_pool_that_does_not_say_where_they_are() -> None:
