@@ -40,8 +40,9 @@ def engine(registry: str) -> Iterator[Open]:
 
     def open_engine(
         name: str, role: str, tp: int, *, heads: int = HEADS, axes: str = "token,head,dim", cp: int = 1,
-        tokens: int = TOKENS, **more: Any,
+        tokens: int = TOKENS, shares: bool = False, **more: Any,
     ) -> list[RankHost]:  # fmt: skip
+        """``heads`` 0: of latents. ``shares``: each rank has every so many-th token of them."""
         ranks = []
         for at_cp, at_tp in itertools.product(range(cp), range(tp)):
             pool: dict[str, Any] = {"page_tokens": tokens}
@@ -50,6 +51,11 @@ def engine(registry: str) -> Iterator[Open]:
                 held = max(heads // tp, 1)
                 pool |= {"heads_total": heads, "head_start": at_tp * heads // tp, "head_count": held, "axes": axes}
                 page_bytes *= held
+            elif shares:
+                pool |= {"axes": f"tokens over {tp}", "head_start": at_tp, "head_count": 1}
+                page_bytes //= tp
+            else:
+                pool["axes"] = "token,dim"
             settings = {"registry": registry, "layout": Layout(tp=tp, cp=cp), "tp": at_tp, "cp": at_cp, **more}
             if role == "DECODE":
                 settings["bootstrap_allow"] = ("127.0.0.1",)
@@ -230,15 +236,51 @@ def test_slices_of_heads_are_compared_by_what_of_a_page_each_rank_sent(
     assert all(pair.verify for rank in decode for pair in rank.rank.transfer.core.pairs.values())
 
 
+# Which attention it is one of both says, or each.
+SAY = pytest.mark.parametrize(
+    ("prefill_model", "decode_model"),
+    [(LATENT, LATENT), (LATENT, ModelIdentity("latent")), (ModelIdentity("latent"), LATENT)],
+    ids=["both", "prefill", "decode"],
+)
+
+
+@SAY
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
 def test_a_verified_latent_cache_needs_nothing_of_those_who_owe_nothing(
-    engine: Open, registry: str, prefill_tp: int, decode_tp: int
+    engine: Open,
+    registry: str,
+    prefill_tp: int,
+    decode_tp: int,
+    prefill_model: ModelIdentity,
+    decode_model: ModelIdentity,
 ) -> None:
-    prefill = engine("P", "PREFILL", prefill_tp, heads=0, model=LATENT, verify=True)
-    decode = engine("D", "DECODE", decode_tp, heads=0, model=LATENT, verify=True)
+    prefill = engine("P", "PREFILL", prefill_tp, heads=0, model=prefill_model, verify=True)
+    decode = engine("D", "DECODE", decode_tp, heads=0, model=decode_model, verify=True)
     for rank in prefill:
         rank.fill(1)
     hand_off(prefill, decode, registry, 1)
+    assert all(pair.verify for rank in decode for pair in rank.rank.transfer.core.pairs.values())
+
+
+@SAY
+def test_shares_of_tokens_are_compared_by_the_tokens_that_each_rank_gets(
+    engine: Open, registry: str, prefill_model: ModelIdentity, decode_model: ModelIdentity
+) -> None:
+    """Of the second room a bit flips on its way to one of the ranks."""
+    (prefill,) = engine("P", "PREFILL", 1, heads=0, model=prefill_model, verify=True, corrupts=(6,))
+    decode = engine("D", "DECODE", 2, heads=0, shares=True, model=decode_model, verify=True)
+    prefill.fill(1)
+    hand_off([prefill], decode, registry, 1)
+    tokens = prefill.memory[:, 3:9].reshape(LAYERS, 6, TOKENS, DIM)
+    for tp, rank in enumerate(decode):
+        assert (rank.memory[:, 10:16].reshape(LAYERS, 6, TOKENS // 2, DIM) == tokens[:, :, tp::2]).all()
+    for rank in decode:
+        rank.receive(2, registry, range(10, 16), aux_row=2)
+    prefill.send(2, range(3, 9), aux_row=1)
+    ends = [rank.wait("receivers", [2], [SUCCESS, FAILED])[2][0] for rank in decode]
+    assert sorted(ends) == [FAILED, SUCCESS]
+    failure = decode[ends.index(FAILED)].failure_of("receivers", 2)
+    assert failure is not None and failure[0] == "CHECKSUM_MISMATCH"
 
 
 def writes() -> float:

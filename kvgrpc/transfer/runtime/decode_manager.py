@@ -13,7 +13,7 @@ import grpc
 
 from kvgrpc.dataplane.base import MAX_ADDRESS_BYTES, DataPlane
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, Reason
-from kvgrpc.model import RankRef, Role, check_pools
+from kvgrpc.model import Attention, RankRef, Role, check_pools
 from kvgrpc.rpc.status import error_from
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
@@ -315,7 +315,10 @@ class DecodeManager(TransferManager[DecodeRoom]):
         check_pool_sizes(welcome.pools, "welcome.pools")
         pools = tuple(pool_from_pb(pool, f"welcome.pools[{index}]") for index, pool in enumerate(welcome.pools))
         check_pools(pools, "welcome.pools", addresses=False)
-        theirs = replace(self.shape, rank=pair.ref.rank, layout=pair.layout or self.shape.layout, pools=pools)
+        # Prefill has compared the models, and may be the only one that knows of which attention they are.
+        model = replace(self.shape.model, attention=self.shape.model.attention or Attention.MLA)
+        layout = pair.layout or self.shape.layout
+        theirs = replace(self.shape, rank=pair.ref.rank, layout=layout, pools=pools, model=model)
         owed = topology.owed_part(theirs, self.shape)
         self._peer_pages[pair.ref] = PeerPages([] if owed.empty else pools, self.config.pools)
         pair.verify = True
