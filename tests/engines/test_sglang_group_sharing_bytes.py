@@ -97,6 +97,9 @@ def test_each_rank_hands_over_to_the_equal_rank_its_heads_of_states_and_those_of
         state[4] = ours.states[0][5]
         assert np.array_equal(theirs.states[0], state)
         assert np.array_equal(theirs.aux[2], ours.aux[1])
+        got = 3 * sum(array.shape[1] for array in theirs.kv) + theirs.states[0].shape[1]
+        told = senders[number].get_transfer_metric().transfer_total_bytes
+        assert told == got, "what SGLang's metrics say of a rank"
 
 
 def test_they_are_tensor_parallel_ranks_of_which_sglang_counts_the_bytes_of_each(

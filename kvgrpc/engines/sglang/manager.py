@@ -34,6 +34,7 @@ from kvgrpc.engines.sglang.rank import (
     external_registry,
     pages_of_pools,
     rank_config,
+    sent_page_bytes,
     state_names,
 )
 from kvgrpc.engines.sglang.stages.prefill import Stages
@@ -61,8 +62,6 @@ class KvGrpcManager(BaseKVManager):
         self.prefill_info_table = EveryPrefill()
         self.external_registry = external_registry()
         self._state_names = state_names(args)
-        states = args.state_item_lens if self._state_names else ()
-        self._page_bytes = dict(zip(("kv", *self._state_names), map(sum, (args.kv_item_lens, *states)), strict=True))
         self._held = RoomsAwaitingRelease()
         # Of the room whose sender or receiver SGLang is about to make; see samples.py.
         self.attempt = 0
@@ -76,7 +75,9 @@ class KvGrpcManager(BaseKVManager):
         self.is_dummy_cp_rank = role is Role.PREFILL and place.cp > 0
         # That a page number stands for: of decode context parallel (DCP) ranks each has some of them.
         self.page_tokens = args.page_size * place.dcp_size
-        self.rank = open_rank(rank_config(args, place, _shared_plane(place.local_ip)))
+        config = rank_config(args, place, _shared_plane(place.local_ip))
+        self._page_bytes = sent_page_bytes(args, config.pools, place)
+        self.rank = open_rank(config)
         # A PrefillManager or a DecodeManager, as the class that SGLang makes on this one expects.
         self.transfer: Any = self.rank.transfer
         # Of prefill's pipeline; None without one.
@@ -90,7 +91,7 @@ class KvGrpcManager(BaseKVManager):
         return pages_of_pools(self._state_names, kv, states)
 
     def bytes_of(self, pages: Any) -> int:
-        """Of pages as ``pages_of_pools`` gives them, in all layers."""
+        """Of what this rank sends of pages as ``pages_of_pools`` gives them, in all layers."""
         if not self._state_names:
             return len(pages) * self._page_bytes["kv"]
         return sum(len(numbers) * self._page_bytes[name] for name, numbers in pages.items())

@@ -17,6 +17,7 @@ from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, PoolKind, R
 from kvgrpc.net import split
 from kvgrpc.server import AuxBuffer, RankConfig, settings
 from kvgrpc.transfer.layout.token_shares import axes_of_shares
+from kvgrpc.transfer.layout.topology import heads_of
 
 SLIDING_WINDOW, STATE_A_REQUEST = "swa", "mamba"
 _ALL_LAYERS = "all layers of a page"
@@ -136,6 +137,20 @@ def pools(kv_args: Any, place: SchedulerProcess) -> tuple[Pool, ...]:
             own_names = states_of(len(own.items), layers, place.first_layer)
             found.append(_states(name, own, own_names, dtype or _cache_dtype(kv_args, place), axes, kv_args, place))
     return tuple(found)
+
+
+def sent_page_bytes(kv_args: Any, pools: Sequence[Pool], place: SchedulerProcess) -> dict[str, int]:
+    """By pool, the bytes of a page in all layers that a rank of prefill sends: of one that has all heads, those that
+    the equal rank of decode wants."""
+    names = state_names(kv_args)
+    sizes = map(sum, (kv_args.kv_item_lens, *(kv_args.state_item_lens if names else ())))
+    totals = {pool.name: pool.heads_total for pool in pools if place.has_all_heads}
+    found: dict[str, int] = {}
+    for name, size in zip(("kv", *names), sizes, strict=True):
+        total = totals.get(name, 0)
+        wanted = heads_of(total, place.layout.tp, place.tp)
+        found[name] = size * (wanted.stop - wanted.start) // total if total else size
+    return found
 
 
 def _unified_pools(kv: Entries, kv_args: Any, place: SchedulerProcess) -> tuple[Pool, ...]:
