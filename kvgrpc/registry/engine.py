@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import heapq
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -95,6 +94,8 @@ class RegisteredEngine:
         self.shape = SharedShape(first.role, first.layout, first.model)
         self.last_renewal = 0.0
         self._leased: dict[RankId, LeasedRow] = {}
+        # By coordinates; the tuple is what was asked for since a row last changed.
+        self._rows: list[RankRow] = []
         self._ordered: tuple[RankRow, ...] | None = None
         self._missing: str | None = None
         self._newest: LeasedRow | None = None
@@ -118,6 +119,10 @@ class RegisteredEngine:
 
     def add(self, leased: LeasedRow) -> None:
         self._leased[leased.row.ref.rank] = leased
+        if self._rows and _coordinates_of_row(leased.row) < _coordinates_of_row(self._rows[-1]):
+            bisect.insort(self._rows, leased.row, key=_coordinates_of_row)
+        else:
+            self._rows.append(leased.row)
         self.shape.add(leased.row)
         self._streams.add(leased.row)
         if self._newest is not None and leased.row.ref.epoch > self._newest.row.ref.epoch:
@@ -126,6 +131,7 @@ class RegisteredEngine:
 
     def remove(self, leased: LeasedRow) -> None:
         del self._leased[leased.row.ref.rank]
+        del self._rows[bisect.bisect_left(self._rows, _coordinates_of_row(leased.row), key=_coordinates_of_row)]
         self.shape.remove(leased.row)
         self._streams.remove(leased.row)
         if self._newest is leased:
@@ -160,14 +166,13 @@ class RegisteredEngine:
     def rows(self) -> tuple[RankRow, ...]:
         """All rows, ordered by coordinates."""
         if self._ordered is None:
-            self._ordered = tuple(sorted((leased.row for leased in self._leased.values()), key=_coordinates_of_row))
+            self._ordered = tuple(self._rows)
         return self._ordered
 
     def rows_behind(self, after: tuple[int, ...], limit: int) -> tuple[RankRow, ...]:
         """At most ``limit`` rows with coordinates larger than ``after``, ordered."""
-        rows = self.rows()
-        first = bisect.bisect_right(rows, after, key=_coordinates_of_row)
-        return rows[first : first + limit]
+        first = bisect.bisect_right(self._rows, after, key=_coordinates_of_row)
+        return tuple(self._rows[first : first + limit])
 
     def matching(self, selectors: Sequence[RankSelector]) -> Iterator[RankRow | None]:
         """The rows that any of the selectors fits now, each once, ordered by coordinates; None for one passed over."""
@@ -182,10 +187,15 @@ class RegisteredEngine:
         return (row if fitting.has(row.ref.rank) else None for row in rows)
 
     def missing_ranks(self, most: int = MAX_MISSING_RANKS) -> list[RankId]:
-        """The first ranks of the layout that are not registered. Takes as long as the layout is large."""
-        left = min(self.shape.layout.ranks - self.registered, most)
-        ranks = EVERY_RANK.ranks(self.name, self.shape.layout)
-        return list(itertools.islice((rank for rank in ranks if rank not in self._leased), left))
+        """The first ranks of the layout that are not registered, by coordinates."""
+        rows, layout, found = self._rows, self.shape.layout, list[RankId]()
+        most = min(layout.ranks - len(rows), most)
+        while len(found) < most:
+            # Of rows that all ranks before them precede the number is their index: past a gap it is larger.
+            at = bisect.bisect_right(range(len(rows)), len(found), key=lambda index: _number(rows[index]) - index)
+            gap = range(at + len(found), _number(rows[at]) if at < len(rows) else layout.ranks)
+            found += [_rank_of(self.name, layout, number) for number in gap[: most - len(found)]]
+        return found
 
     def missing(self) -> str:
         """Ranks of the layout that are not registered, for people: the first few, and how many more."""
@@ -216,10 +226,12 @@ class _Streams:
     def __init__(self) -> None:
         self._without: tuple[set[int], set[int]] = (set(), set())
         self._with = [0, 0]
+        self._lacking: tuple[int, ...] | None = None
 
     def add(self, row: RankRow) -> None:
         rank = row.ref.rank
         if rank.leads:
+            self._lacking = None
             for kind, there in enumerate(_streams_of(row)):
                 self._with[kind] += there
                 if not there:
@@ -228,14 +240,17 @@ class _Streams:
     def remove(self, row: RankRow) -> None:
         rank = row.ref.rank
         if rank.leads:
+            self._lacking = None
             for kind, there in enumerate(_streams_of(row)):
                 self._with[kind] -= there
                 self._without[kind].discard(rank.dp)
 
     def lacking(self) -> tuple[int, ...]:
         """Those without what others have, the first few. Nobody has any where events are off: nobody lacks them."""
-        lacking = [dp for kind, without in enumerate(self._without) if self._with[kind] for dp in without]
-        return tuple(heapq.nsmallest(MAX_DP_LACKING_EVENTS, set(lacking))) if lacking else ()
+        if self._lacking is None:
+            lacking = [dp for kind, without in enumerate(self._without) if self._with[kind] for dp in without]
+            self._lacking = tuple(heapq.nsmallest(MAX_DP_LACKING_EVENTS, set(lacking))) if lacking else ()
+        return self._lacking
 
 
 def _streams_of(row: RankRow) -> tuple[bool, bool]:
@@ -257,3 +272,16 @@ def _epoch_of(leased: LeasedRow) -> int:
 
 def _coordinates_of_row(row: RankRow) -> Coordinates:
     return coordinates_of(row.ref.rank)
+
+
+def _number(row: RankRow) -> int:
+    """Of its rank among those of the layout, by coordinates."""
+    rank, layout = row.ref.rank, row.layout
+    return ((rank.dp * layout.pp + rank.pp) * layout.cp + rank.cp) * layout.tp + rank.tp
+
+
+def _rank_of(engine: str, layout: Layout, number: int) -> RankId:
+    number, tp = divmod(number, layout.tp)
+    number, cp = divmod(number, layout.cp)
+    dp, pp = divmod(number, layout.pp)
+    return RankId(engine, dp, pp, cp, tp)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from kvgrpc.observability import metrics
+from kvgrpc.observability.logging import RateLimited
 from kvgrpc.registry.model import EngineChange
 
 _log = logging.getLogger(__name__)
@@ -19,6 +20,7 @@ class MissingStreams:
 
     def __init__(self) -> None:
         self._told: dict[str, tuple[int, ...]] = {}
+        self._lines = RateLimited(_log)
 
     def heed(self, changes: Iterable[EngineChange]) -> None:
         """Looks at engines that changed. One line when what an engine lacks is new, one when it lacks nothing more."""
@@ -33,11 +35,10 @@ class MissingStreams:
     def _tell(self, engine: str, lacking: tuple[int, ...]) -> None:
         if not lacking:
             del self._told[engine]
-            _log.info("%s: every dp rank has its stream of events now", engine)
+            text = f"{engine}: every dp rank has its stream of events now"
+            self._lines.say(logging.INFO, "engines that have all streams", text)
             return
         self._told[engine] = lacking
-        _log.warning(
-            "%s is READY, but its dp %s publishes no events though others of it do: no router knows what it caches",
-            engine,
-            ", ".join(map(str, lacking)),
-        )
+        told = f"{engine} is READY, but its dp {', '.join(map(str, lacking))} publishes no events"
+        text = f"{told} though others of it do: no router knows what it caches"
+        self._lines.warning("engines that lack streams", text)

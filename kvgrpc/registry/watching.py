@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -121,8 +122,13 @@ class Watching:
 
     def _publish_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for feed in self._feeds.values():
-            feed.publish(waiting)
+        by_engine = defaultdict[str, list[EngineChange]](list)
+        for change in waiting:
+            by_engine[change.engine.name].append(change)
+        for only, feed in self._feeds.items():
+            told = by_engine.get(only.engine) if only.engine else waiting
+            if told:
+                feed.publish(told)
 
     def _rest(self) -> None:
         self._resting = True

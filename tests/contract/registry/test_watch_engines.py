@@ -16,7 +16,7 @@ from kvgrpc.client.engine_mirror import EngineMirror
 from kvgrpc.errors import InvalidRequest, ServerDraining, TooManyRequests
 from kvgrpc.model import Layout, Role
 from kvgrpc.registry import feed, watching, wire
-from kvgrpc.registry.model import ResolvedEngine
+from kvgrpc.registry.model import EngineChange, EngineFilter, ResolvedEngine
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tests.support.mirrored import change_message, known_engines
@@ -61,6 +61,28 @@ class Reader:
 
 def shown(served: Served) -> dict[str, Any]:
     return {engine.name: engine for engine in served.store.table.list_engines(None, "", 100, rows=True)}
+
+
+async def test_who_follows_one_engine_costs_nothing_when_another_changes(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All changes were held against the filter of each reader, in one turn of the loop."""
+    asked: list[tuple[str, str]] = []
+    applied_to = EngineFilter.applied_to
+
+    def counted(self: EngineFilter, change: EngineChange) -> EngineChange | None:
+        asked.append((self.engine, change.engine.name))
+        return applied_to(self, change)
+
+    readers = [await Reader(served, engine=f"P{number}").until_complete() for number in range(20)]
+    every = await Reader(served).until_complete()
+    monkeypatch.setattr(EngineFilter, "applied_to", counted)
+    await served.register(*(row(f"P{number}") for number in range(10, 60)))
+    await every.until_ranks("P59", 1)
+    for number in range(10, 20):
+        await readers[number].until_ranks(f"P{number}", 1)
+    assert all(engine in ("", changed) for engine, changed in asked)
+    assert len(asked) == 50 + 10
 
 
 class TestFullState:

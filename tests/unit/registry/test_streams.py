@@ -96,3 +96,13 @@ def test_an_engine_that_is_gone_lacks_nothing(caplog: pytest.LogCaptureFixture) 
     assert gauge() == 0
     streams.heed(change((0, 1)))
     assert len(caplog.messages) == 2
+
+
+def test_a_rank_that_changes_its_mind_all_the_time_gets_a_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+    """Each registration that took its stream away, or brought it, was a line."""
+    caplog.set_level(logging.INFO)
+    streams = MissingStreams()
+    for _ in range(100):
+        streams.heed(change((1,)))
+        streams.heed(change(()))
+    assert len(caplog.messages) == 10
