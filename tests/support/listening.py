@@ -50,8 +50,26 @@ class Machine:
         self.undrained += 1
 
 
+class CountedDrains(ServerServicer):
+    """``waiting``: calls of Drain that have begun or joined a drain, and wait for its end."""
+
+    waiting = 0
+
+    async def Drain(
+        self, request: server_service_pb2.DrainRequest, context: object
+    ) -> server_service_pb2.DrainResponse:
+        # What comes before the wait awaits nothing: in the next turn of the loop it waits.
+        self.waiting += 1
+        try:
+            return await super().Drain(request, context)
+        finally:
+            self.waiting -= 1
+
+
 class House:
     """A listener with the real ServerService and the service of all arities."""
+
+    drains: CountedDrains
 
     def __init__(self, **options: Any) -> None:
         self.well: bool | str = True
@@ -78,8 +96,8 @@ class House:
             Role.PREFILL,
             limits=server_service_pb2.ServerLimits(rank=server_service_pb2.RankLimits(max_rooms=9)),
         )
-        servicer = ServerServicer(info, self.machine, lambda: self.listener.draining)
-        add_ServerServiceServicer_to_server(servicer, server)
+        self.drains = CountedDrains(info, self.machine, lambda: self.listener.draining)
+        add_ServerServiceServicer_to_server(self.drains, server)
         return [SERVICE, SERVER_SERVICE]
 
 

@@ -19,7 +19,9 @@ def say_unknown(names: Collection[str], lend: Iterable[Holder], own: str) -> str
     if not unknown:
         return ""
     more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
-    shown = [f"{engine} at {address}" for address, engine in sorted(there.items())[:_SHOWN]]
+    # A registry says them: also they are one line, of some length.
+    there_in_order = sorted(there.items())[:_SHOWN]
+    shown = [one_line(f"{engine} at {address}", 2 * _SHOWN_CHARS) for address, engine in there_in_order]
     lending = ", ".join(shown) + (f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else "")
     return (
         f"a request names {one_line(repr(unknown[0]))[:_SHOWN_CHARS]}{more} to take pages from, and no engine at the "

@@ -81,8 +81,10 @@ def test_a_session_that_broke_is_dialled_again_with_the_certificate_that_is_ther
     wait_until(lambda: receiver.poll() is KVPoll.Failed, 30)
     assert receiver.failure.reason is Reason.IDENTITY_MISMATCH and "elsewhere" in receiver.failure.message
     decode.carry("DT.decode.rank")
-    # A dial under way with the other certificate would be refused to the next room as well.
+    # A dial under way with the other certificate would be refused to the next room as well: none is, where the pair is
+    # up again or is gone. Rooms may be gone before.
     wait_until(lambda: not core_of(decode.host).rooms, 30)
+    wait_until(lambda: all(pair.up for pair in list(core_of(decode.host).pairs.values())), 30)
     again = receiver_of(decode.host, f"{prefill.host.rank.address}/PT", next(ROOMS))
     sender = sender_of(prefill.host, again.room)
     again.init([1], 0)

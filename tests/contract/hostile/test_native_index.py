@@ -51,7 +51,8 @@ def test_a_watch_of_health_is_for_callers_and_a_check_for_everybody(guarded: str
     with grpc.insecure_channel(guarded) as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service="kvgrpc.v1.IndexService")
-        assert health.Check(request, timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+        # Once it has looked for what it follows; whoever asks is answered before.
+        wait_until(lambda: health.Check(request, timeout=10).status == health_pb2.HealthCheckResponse.SERVING)
         with pytest.raises(grpc.RpcError) as refused:
             next(health.Watch(request, timeout=10))
         assert error_from(refused.value).reason is Reason.CREDENTIALS_INVALID

@@ -269,7 +269,7 @@ class TestDrain:
     async def test_callers_at_the_same_time_share_one_drain(self, house: House) -> None:
         async with Client(house.address) as client:
             calls = [asyncio.ensure_future(client.drain(grace=20.0)) for _ in range(3)]
-            await until(lambda: drains_in_flight() == 3)
+            await until(lambda: house.drains.waiting == 3)
             house.machine.rooms_ended.set()
             assert all(answer.drained for answer in await asyncio.gather(*calls))
         assert house.machine.graces == [20.0]
@@ -293,7 +293,7 @@ class TestDrain:
         await until(lambda: drains_in_flight() == 0)
         async with Client(house.address) as client:
             waiting = asyncio.ensure_future(client.drain())
-            await until(lambda: drains_in_flight() == 1)
+            await until(lambda: house.drains.waiting == 1)
             house.machine.rooms_ended.set()
             assert (await waiting).drained
         assert house.machine.graces == [30.0], "the second caller waited for what the first had begun"

@@ -249,9 +249,10 @@ class TestClosing:
         assert rig.controller.book.changed_since(0) == []
 
     @pytest.mark.slow
+    @pytest.mark.timeout(600)
     def test_a_thousand_openings_leave_nothing(self) -> None:
         backend = FaultyBackend(memory_backend())
-        threads = threading.active_count()
+        before = set(threading.enumerate())
         for cycle in range(1000):
             rig = Rig(storage=backend)
             if cycle == 0:
@@ -263,7 +264,8 @@ class TestClosing:
             rig.take()
             rig.nothing_is_left()
             assert rig.host.close()
-        assert threading.active_count() == threads
+        # Those of other tests may end meanwhile, and that of the log come for a count that it owes.
+        assert {thread.name for thread in set(threading.enumerate()) - before} <= {"kvgrpc-log"}
 
     def test_a_closed_controller_takes_its_pool_out_of_the_backend_once_nothing_moves_there(self) -> None:
         storage = Mapping(memory_backend())

@@ -29,3 +29,8 @@ def test_where_nobody_lends_a_line_says_so() -> None:
 def test_what_a_request_says_makes_no_second_line_and_no_long_one() -> None:
     line = say_unknown([f"a\nb{number}" + 1000 * "x" for number in range(64)], LEND, "us")
     assert "\n" not in line and len(line) < 700 and "(and 63 more)" in line
+
+
+def test_what_a_registry_says_makes_no_second_line_and_no_long_one() -> None:
+    line = say_unknown(["p1"], [Holder(f"a\nb{n}" + 1000 * "x", f"\n{n}" + 1000 * "y", "") for n in range(9)], "us")
+    assert "\n" not in line and len(line) < 1_400 and "and 5 more" in line
