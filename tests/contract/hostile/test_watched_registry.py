@@ -19,6 +19,7 @@ from kvgrpc.model import Layout, ModelIdentity, RankId, RankRef
 from kvgrpc.prefetch.storage.keys import PageIdentity
 from kvgrpc.pull.model import PullConfig
 from kvgrpc.pull.taking.holders import Holders
+from kvgrpc.pull.taking.silent import SilentHolders
 from kvgrpc.registry import wire
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
@@ -125,6 +126,7 @@ async def test_who_takes_pages_reads_an_engine_of_thousands_in_pieces_and_each_r
 
 async def test_what_was_known_of_a_holder_ends_with_its_incarnation_and_that_alone(teller: Teller) -> None:
     async with following(teller, 2) as holders:
+        holders.silent = SilentHolders(lambda: 0.0)  # of which no time is ever over
         teller.tell(engine(ranks=2), engine("Q", 2), engine("R", 2))
         await until(lambda: len(holders.candidates()) == 3)
         teller.tell(engine(ranks=2), engine("R", 2))
