@@ -332,6 +332,31 @@ def test_an_order_whose_chunks_came_before_the_cache_was_emptied_says_that_they_
         assert (operation.completed_pages, operation.bytes) == (0, 0) and engine.request(keys) == 0
 
 
+def test_an_order_of_a_host_that_is_being_emptied_waits_until_its_workers_are_done(tmp_path: Path) -> None:
+    with offloading(tmp_path) as (engine, client):
+        engine.compute(keys_of(prompt(6)))
+        engine.stop_stepping()
+        engine.begin_emptying()
+        operation = start(client, prompt(6))
+        for _ in range(3):
+            engine.step()
+        assert not row(client, operation).quiescent and engine.manager.has_pending_work()
+        engine.end_emptying()
+        step_on(engine, lambda: row(client, operation).quiescent)
+        operation = row(client, operation)
+        assert (operation.state, operation.completed_pages) == (pb.OPERATION_STATE_DONE, 6)
+
+
+def test_an_order_of_a_host_whose_emptying_does_not_end_waits_no_longer_than_it_may(tmp_path: Path) -> None:
+    with offloading(tmp_path) as (engine, client):
+        engine.compute(keys_of(prompt(6)))
+        engine.begin_emptying()
+        operation = ended(client, start(client, prompt(6), timeout=0.3))
+        assert (operation.state, operation.stop, operation.completed_pages) == (*CUTS["by its deadline"][2], 0)
+        engine.end_emptying()
+        assert ended(client, start(client, prompt(6))).completed_pages == 6
+
+
 def test_a_store_that_hangs_fails_the_emptying_of_the_cache_and_the_engine_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

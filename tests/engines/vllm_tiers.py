@@ -132,8 +132,16 @@ class Offloading:
         return next((n for n, each in enumerate(found) if each is not LookupResult.HIT), len(found))
 
     def empty_host(self) -> None:
+        self.begin_emptying()
+        self.end_emptying()
+
+    def begin_emptying(self) -> None:
+        """As beside a worker that copies to the host: it may write there until it has said that it is done."""
         with self.manager.lock:
             self.manager.reset_cache()
+
+    def end_emptying(self) -> None:
+        with self.manager.lock:
             self.manager.on_reset_flushed()
 
     def request(self, keys: Sequence[OffloadKey]) -> int:

@@ -32,7 +32,7 @@ from kvgrpc.engines.vllm.offload.lending import LentChunks
 from kvgrpc.engines.vllm.offload.outcomes import Outcomes
 from kvgrpc.engines.vllm.offload.promotion import Promotion
 from kvgrpc.engines.vllm.offload.questions import Questions, looking
-from kvgrpc.engines.vllm.offload.served import OffloadedCache, is_full
+from kvgrpc.engines.vllm.offload.served import OffloadedCache, holds_promotions, is_full
 from kvgrpc.engines.vllm.tier import KvGrpcTier, identity_of, keep_mapped
 from kvgrpc.errors import Failure, InvalidRequest, StorageFailed
 from kvgrpc.hashing import vllm_event_hash
@@ -199,7 +199,9 @@ class KvGrpcOrders(SecondaryTierManager):
         self._stepped = False
         if self._outcomes.due:
             self._look(parent)
-        for _ in range(_PROMOTIONS - len(self._promotions)):
+        # An order that began meanwhile would find that no tier has anything; it waits, until its deadline.
+        free = 0 if holds_promotions(parent) else _PROMOTIONS - len(self._promotions)
+        for _ in range(free):
             operation = self._orders.take()
             if operation is None:
                 break

@@ -156,6 +156,12 @@ def is_full(parent: ParentManager) -> bool:
     return primary is not None and primary._get_num_free_chunks() + primary._num_evictable_cache_chunks == 0
 
 
+def holds_promotions(parent: ParentManager) -> bool:
+    """True from the emptying of the host until the workers have said that they write to it no more: meanwhile vLLM
+    answers MISS for what storage has. False where this vLLM does not say."""
+    return bool(getattr(getattr(parent, "_m", None), "_promotions_held", False))
+
+
 def _primary(parent: ParentManager) -> Any:
     return getattr(getattr(parent, "_m", None), "primary_tier", None)
 
