@@ -8,24 +8,28 @@ BIN := .venv/bin
 ENGINE_CLASSES := tests/integration/test_events_engine_classes.py
 # Real engines that test-engines and bench-engines run.
 ENGINES ?= sglang vllm
-# Parts of test-engines, each to be below 20 minutes on two cores: of either engine the tests of these names, and in the
-# first part all others. Behind them `versions`: what other releases of the engines are run with.
-ENGINE_PARTS := handoffs deployments faults slowness caches orders pulls models speculation recurrent replicas parallel stages
+# Parts of test-engines, each to be below 20 minutes on two cores: of either engine the tests of these names, and in
+# `handoffs` all others. `adapters` start no engine, and take four minutes for both: after each change to an adapter. Behind
+# all `versions`: what other releases of the engines are run with.
+ENGINE_PARTS := adapters handoffs deployments faults slowness caches orders pulls models speculation recurrent replicas parallel stages
 $(if $(filter-out $(ENGINE_PARTS) versions,$(PART)),$(error PART is one of $(ENGINE_PARTS) versions))
 PARTS := $(if $(VERSION),versions,$(if $(ARGS),all,$(or $(PART),$(ENGINE_PARTS) versions)))
 RUN := $(filter-out versions,$(PARTS))
+adapters := _common _connector _connector_worker _context_bytes _group_sharing_bytes _handoffs _hashes _held _hicache
+adapters += _hicache_pulls _layer_split_bytes _lending _limits _orders _samples _stage_layers _states _tier _tree_orders
+adapters += _unified_bytes
 deployments := _deployment _from_sglang _pipeline_ranks _serve _two_step _unasked
-faults := _dynamo _faults _held _router
+faults := _dynamo _faults _router
 slowness := _held_interpreter _load _retraction
-caches := _events _hicache _hierarchical _offloading _plugin _tier
-orders := _orders _prefetch _tree_orders _warmed_prefill
-pulls := _hicache_pulls _plan_sglang _pull _pull_sglang _pull_sizes _pull_trouble
-models := _chunked _latent _states _states_alone _window
+caches := _events _hierarchical _offloading _plugin
+orders := _prefetch _warmed_prefill
+pulls := _plan_sglang _pull _pull_sglang _pull_sizes _pull_trouble
+models := _chunked _latent _states_alone _window
 speculation := _speculative _speculative_latent
 recurrent := _recurrent
 replicas := _attention_data_parallel _data_parallel
 parallel := _context _pipeline _pipeline_full _tensor_parallel _unequal
-stages := _pipeline_groups _pipeline_kinds _stage_layers
+stages := _pipeline_groups _pipeline_kinds
 tests_of = $(if $($(2)),$(wildcard $($(2):%=tests/engines/test_$(1)%.py)),$(filter-out $(foreach part,$(filter-out handoffs,$(ENGINE_PARTS)),$(call tests_of,$(1),$(part))),$(wildcard tests/engines/test_$(1)*.py)))
 # Releases beside those of the locks, each in an environment of its own, and their tests.
 sglang_versions := 0.5.21 0.5.22
@@ -140,8 +144,8 @@ test-engines:  ## Real engines, prefill and decode, over kvgrpc: tokens, faults,
 	@$(if $(VERSION),$(if $(filter 1,$(words $(ENGINES))),,$(error VERSION is that of one engine: say ENGINES=sglang or ENGINES=vllm)))
 	@$(if $(RUN),for engine in $(sort $(ENGINES) $(if $(with_sglang),sglang) $(if $(and $(filter vllm,$(ENGINES)),$(filter faults,$(RUN))),dynamo)); do .ci/setup $$engine; done)
 	@$(foreach engine,$(ENGINES),$(foreach part,$(RUN),\
-	  $(call engine_pytest,$(engine),$(or $(ARGS),$(strip $(call tests_of,$(engine),$(part)) $(if $(filter sglangcaches,$(engine)$(part)),$(ENGINE_CLASSES)))));))
-	@$(if $(filter vllmcaches,$(foreach part,$(RUN),$(ENGINES:%=%$(part)))),.ci/setup main; $(PYTEST) $(BIN)/python -m pytest $(ENGINE_CLASSES))
+	  $(call engine_pytest,$(engine),$(or $(ARGS),$(strip $(call tests_of,$(engine),$(part)) $(if $(filter sglangadapters,$(engine)$(part)),$(ENGINE_CLASSES)))));))
+	@$(if $(filter vllmadapters,$(foreach part,$(RUN),$(ENGINES:%=%$(part)))),.ci/setup main; $(PYTEST) $(BIN)/python -m pytest $(ENGINE_CLASSES))
 	@$(if $(filter versions,$(PARTS)),$(foreach engine,$(ENGINES),$(foreach version,$(or $(VERSION),$($(engine)_versions)),\
 	  .ci/setup $(engine) $(version); $(call engine_pytest,$(engine)-$(version),$(or $(ARGS),$(call of_version,$(engine))));)))
 	@echo "kvgrpc engines: OK ($(ENGINES)$(VERSION:%= %))"

@@ -1,11 +1,14 @@
-"""``make test`` runs its tests in parts, `.ci/run` the suites beside it, and together these leave nothing out."""
+"""``make test`` and ``make test-engines`` run their tests in parts, `.ci/run` the suites beside the former, and nothing
+is left out."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,12 +16,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 RUN = (ROOT / ".ci" / "run").read_text()
+ENGINES = sorted((ROOT / "tests" / "engines").glob("test_*.py"))
+# What starts a model server does it by this.
+STARTS_ENGINES = "tests.engines.engine"
+# These start processes that load the engine's package, ten seconds each.
+ANOTHER_PROCESS = re.compile(r"_(doctor|unasked)$")
 
 
-def said(target: str) -> str:
+def said(target: str, *settings: str) -> str:
     """What ``make TARGET`` would run."""
     environment = {"PATH": os.environ["PATH"]}  # and neither ARGS nor jobs of a make around this test
-    done = subprocess.run(["make", "-n", target], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    command = ["make", "-n", target, *settings]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -83,3 +92,47 @@ def test_what_ci_runs_is_all_of_it(test: str, suites: str) -> None:
 def test_where_registries_over_etcd_are_tested_there_is_an_etcd(target: str) -> None:
     """Their tests are skipped without one."""
     assert re.search(r"\.ci/setup etcd|for each in [^;]*\betcd\b", said(target)), "its kills would be skipped"
+
+
+@pytest.fixture(scope="module")
+def engine_parts() -> dict[str, list[str]]:
+    """The modules of tests/engines that each part of ``make test-engines`` runs, in the order of the parts."""
+    listed = re.search(r"^ENGINE_PARTS := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert listed is not None
+    run = {part: said("test-engines", f"PART={part}") for part in listed[1].split()}
+    return {part: re.findall(r"tests/engines/(test_\w+)\.py", line) for part, line in run.items()}
+
+
+def test_each_test_of_engines_is_in_one_part(engine_parts: dict[str, list[str]]) -> None:
+    found = Counter(name for names in engine_parts.values() for name in names)
+    assert found == Counter(path.stem for path in ENGINES)
+
+
+def test_what_starts_no_engine_is_the_first_part_and_all_of_it(engine_parts: dict[str, list[str]]) -> None:
+    """Its tests are those of a change to an adapter: nobody waits for an engine there, and none is left out."""
+    here = [path for path in ENGINES if not ANOTHER_PROCESS.search(path.stem)]
+    without = [path.stem for path in here if STARTS_ENGINES not in modules_reached(path)]
+    first, names = next(iter(engine_parts.items()))
+    assert (first, sorted(names)) == ("adapters", without)
+
+
+def modules_reached(path: Path) -> set[str]:
+    """Modules of tests that this one imports, and those that they import."""
+    reached, left = set[str](), [path]
+    while left:
+        for node in ast.walk(ast.parse(left.pop().read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("tests."):
+                continue
+            for module in (node.module or "", *(f"{node.module}.{name.name}" for name in node.names)):
+                file = ROOT / f"{module.replace('.', '/')}.py"
+                if module not in reached and file.exists():
+                    reached.add(module)
+                    left.append(file)
+    return reached
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_each_night_has_all_parts(engine: str, engine_parts: dict[str, list[str]]) -> None:
+    nightly = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
+    run = re.findall(rf'test-engines ENGINES={engine} PART="(.+)"', nightly)
+    assert " ".join(run).split() == [*engine_parts, "versions"]
