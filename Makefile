@@ -16,7 +16,7 @@ $(if $(filter-out $(ENGINE_PARTS) versions,$(PART)),$(error PART is one of $(ENG
 PARTS := $(if $(VERSION),versions,$(if $(ARGS),all,$(or $(PART),$(ENGINE_PARTS) versions)))
 RUN := $(filter-out versions,$(PARTS))
 adapters := _common _connector _connector_worker _context_bytes _group_sharing_bytes _handoffs _hashes _held _hicache
-adapters += _hicache_pulls _layer_split_bytes _lending _limits _orders _samples _stage_layers _states _tier _tree_orders
+adapters += _hicache_pulls _layer_split_bytes _lending _limits _order_windows _orders _samples _stage_layers _states _tier _tree_orders
 adapters += _unified_bytes
 deployments := _deployment _from_sglang _pipeline_ranks _serve _two_step _unasked
 faults := _dynamo _faults _router

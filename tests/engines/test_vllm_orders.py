@@ -525,14 +525,6 @@ def test_what_vllm_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
             client.lookup(pb.PromptPages(tokens=prompt(1), extra_key="adapter"))
 
 
-@pytest.mark.parametrize("windows", [(None, 4), (4,)], ids=["several groups", "a window"])
-def test_models_whose_layers_do_not_all_see_the_whole_prompt_are_refused(windows: tuple[int | None, ...]) -> None:
-    groups = [SimpleNamespace(sliding_window_size_in_chunks=window) for window in windows]
-    spec = SimpleNamespace(config=SimpleNamespace(groups=groups, cache=None))
-    with pytest.raises(FeatureDisabled, match=r"groups of layers are not built; use a model .* of full attention"):
-        ChunkNames(spec)
-
-
 def test_the_tiers_and_their_use_are_told_and_storage_can_be_purged(tmp_path: Path) -> None:
     with offloading(tmp_path) as (engine, client):
         engine.compute(keys_of(prompt(5)))

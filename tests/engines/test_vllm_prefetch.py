@@ -14,7 +14,7 @@ from kvgrpc.errors import CredentialsInvalid, PermissionDenied
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import TIER_DEVICE, TIER_HOST, TIER_STORAGE
 from tests.engines import first_tokens
-from tests.engines.model import Case, Reference
+from tests.engines.model import WINDOW, Case, Reference, WindowReference
 from tests.engines.ordering import order_by_name, prefetch_and_die
 from tests.engines.vllm_engine import BLOCK, VllmEngine, vllm_arguments
 from tests.engines.vllm_pulling import address, compute, file_tier, offloading, orders, tier
@@ -71,6 +71,39 @@ def test_a_router_warms_an_idle_engine_and_the_request_that_follows_finds_the_pa
             is_used_by_the_request_that_follows(opened, client, case)
             a_router_that_dies_leaves_nothing_behind(opened, client, where, reference, slow(folder))
             a_request_beside_an_order_is_right(opened, client, reference)
+
+
+def test_a_router_warms_a_model_with_sliding_windows(folder: Path, registry: str) -> None:
+    """Of these layers it brings what the last window sees, which is all that the request that follows takes."""
+    windowed = WindowReference(folder / "windowed").for_vllm()
+    pages, window = 6, WINDOW // BLOCK
+    with engine(folder, windowed.path, registry, "P-windowed") as opened:
+        where = address(registry, "P-windowed")
+        with SyncClient(where) as client:
+            case = windowed.case(pages * BLOCK + 3)
+            prompt = pb.PromptPages(tokens=case.prompt)
+            assert compute(opened, case) == 0
+            wait_until(lambda: client.lookup(prompt).storage_pages == pages)
+            assert opened.is_empty(host=True)
+            wait_until(lambda: used(client)[:2] == (0, 0))
+            found = client.lookup(prompt)
+            assert (found.device_pages, found.host_pages, found.storage_pages) == (0, 0, pages)
+            operation = ended(client, client.start_prefetch(prompt))
+            assert (operation.state, operation.completed_pages) == (pb.OPERATION_STATE_DONE, pages)
+            assert used(client)[:2] == (0, pages + window)
+            assert client.lookup(prompt, without_storage=True).host_pages == pages
+            assert compute(opened, case) == pages * BLOCK
+            wait_until(lambda: [each.used_pages for each in client.list_operations()] == [pages])
+            assert client.lookup(prompt).device_pages == pages
+            assert opened.is_empty()
+            # The beginning is there, but of windows vLLM has kept the end of that prompt alone.
+            other = windowed.case(pages * BLOCK + 3, prefix=case.prompt[: 4 * BLOCK])
+            prompt = pb.PromptPages(tokens=other.prompt)
+            assert client.lookup(prompt).storage_pages == 0
+            operation = ended(client, client.start_prefetch(prompt))
+            assert (operation.state, operation.completed_pages) == (pb.OPERATION_STATE_DECLINED, 0)
+            assert compute(opened, other) == 0
+            assert opened.is_empty()
 
 
 def what_is_used_is_told(opened: VllmEngine, client: SyncClient, reference: Reference) -> None:

@@ -48,11 +48,16 @@ class Memcpy(OffloadingWorker):
         return view.unflatten(1, (self._blocks, -1))
 
     def _places(self, device: GPULoadStoreSpec, host: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Blocks of the device; and in the host's memory the chunk of each, and its place there. The first block may be
-        in the middle of its chunk."""
-        blocks, (first,) = torch.as_tensor(device.block_ids), device.block_indices
-        behind = torch.arange(len(blocks)) + int(first) % self._blocks
-        return blocks, torch.as_tensor(host.block_ids)[behind // self._blocks], behind % self._blocks
+        """Blocks of the device; and in the host's memory the chunk of each, and its place there. The first block of a
+        group of layers may be in the middle of its chunk. All groups have the same memory, and blocks of their own."""
+        places, chunks = list[int](), list[int]()
+        left = [int(chunk) for chunk in host.block_ids]
+        for size, first in zip(device.group_sizes, device.block_indices, strict=True):
+            behind = [int(first) % self._blocks + number for number in range(size)]
+            places += [each % self._blocks for each in behind]
+            chunks += [left[each // self._blocks] for each in behind]
+            left = left[behind[-1] // self._blocks + 1 :] if behind else left
+        return torch.as_tensor(device.block_ids), torch.tensor(chunks), torch.tensor(places)
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
         blocks, chunks, places = self._places(src_spec, dst_spec)

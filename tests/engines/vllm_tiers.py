@@ -44,7 +44,9 @@ class Offloading:
     """vLLM's tiering manager over a folder, stepped by a thread as an engine core that is never idle."""
 
     def __init__(self, path: Path | None, **orders: Any) -> None:
-        """``path``: None: no storage, other engines alone. ``polls`` False: vLLM's polling thread comes to no tier."""
+        """``path``: None: no storage, other engines alone. ``polls`` False: vLLM's polling thread comes to no tier.
+        ``windows``: in chunks, of a group of layers each, numbered from 1 on."""
+        windows = orders.pop("windows", ())
         tier: dict[str, Any] = {"type": "KvGrpcTier", "module_path": "kvgrpc.engines.vllm.tier"}
         if path is not None:
             tier |= {"storage": "file", "storage_config": {"path": str(path), "max_bytes": "64MB"}}
@@ -62,7 +64,10 @@ class Offloading:
             ],
         }
         config = OffloadingConfig(
-            groups=(OffloadingGroupConfig(BLOCK, ("layer",), 0),),
+            groups=tuple(
+                OffloadingGroupConfig(BLOCK, (f"layer-{group}",), group, window)
+                for group, window in enumerate([None, *windows])
+            ),
             worker_kv_bytes_per_block=CHUNK_BYTES,
             enable_kv_cache_events=False,
             extra_config=extra,
@@ -195,15 +200,16 @@ class SlowStore:
 
 
 def bytes_of(key: OffloadKey) -> Any:
-    return np.random.default_rng(int.from_bytes(key[:8], "big")).integers(-128, 128, CHUNK_BYTES, dtype=np.int8)
+    seed = int.from_bytes(key[:8] + key[-4:], "big")
+    return np.random.default_rng(seed).integers(-128, 128, CHUNK_BYTES, dtype=np.int8)
 
 
 def prompt(chunks: int, first: int = 0) -> list[int]:
     return list(range(first, first + chunks * BLOCK))
 
 
-def keys_of(tokens: Sequence[int]) -> list[OffloadKey]:
-    return [make_offload_key(each, 0) for each in each_block_hash(tokens, BLOCK)]
+def keys_of(tokens: Sequence[int], group: int = 0) -> list[OffloadKey]:
+    return [make_offload_key(each, group) for each in each_block_hash(tokens, BLOCK)]
 
 
 @contextmanager

@@ -33,8 +33,9 @@ from kvgrpc.engines.vllm.offload.outcomes import Outcomes
 from kvgrpc.engines.vllm.offload.promotion import Promotion
 from kvgrpc.engines.vllm.offload.questions import Questions, looking
 from kvgrpc.engines.vllm.offload.served import OffloadedCache, holds_promotions, is_full
+from kvgrpc.engines.vllm.offload.windows import WindowChunks
 from kvgrpc.engines.vllm.tier import KvGrpcTier, identity_of, keep_mapped
-from kvgrpc.errors import Failure, InvalidRequest, StorageFailed
+from kvgrpc.errors import Failure, FeatureDisabled, InvalidRequest, StorageFailed
 from kvgrpc.hashing import vllm_event_hash
 from kvgrpc.model import Layout, ModelIdentity, RankRef, Role
 from kvgrpc.net import split
@@ -94,7 +95,7 @@ class KvGrpcOrders(SecondaryTierManager):
         check(VLLM, STORAGE, ORDERS)
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._core = EngineCore.of_caller()
-        self._names = ChunkNames(offloading_spec)
+        self._names = ChunkNames(offloading_spec, self._core.config)
         assert primary_kv_view.shape is not None
         self._chunks = primary_kv_view.shape[0]
         self._orders = EngineOrders(limits_of(limits), self._names.page_tokens, self._core.wake)
@@ -236,6 +237,9 @@ class KvGrpcOrders(SecondaryTierManager):
         if self._room() < 1:
             self._orders.end(operation, OperationState.DECLINED, Stop.RATE_LIMITED)
             return
+        windows = WindowChunks(self._names, operation.hashes) if self._names.windows else None
+        # With windows the device has less than the leading chunks say, how much less is no matter of a step.
+        on_device = self._core.leading_on_device if windows is None else lambda keys: 0
         promotion = Promotion(
             operation,
             self._names.keys,
@@ -244,7 +248,8 @@ class KvGrpcOrders(SecondaryTierManager):
             self.block_size_bytes,
             self._names.page_tokens,
             lambda: is_full(parent),
-            self._core.leading_on_device,
+            on_device,
+            windows,
         )
         self._promotions.append(promotion)
         promotion.begin(parent)
@@ -287,7 +292,14 @@ class KvGrpcOrders(SecondaryTierManager):
         return not self._closed and (not self._polled or time.monotonic() - self._served_at < _HUNG_SECONDS)
 
     def _pulls(self, spec: Any) -> tuple[LentPages, PeersBackend]:
-        """Returns what is lent, and by which tier the chunks of others are asked for. Raises InvalidRequest."""
+        """Returns what is lent, and by which tier the chunks of others are asked for. Raises InvalidRequest,
+        FeatureDisabled."""
+        if self._names.windows:
+            remedy = "this model without pull in its tier"
+            raise FeatureDisabled(
+                f"chunks of an engine with sliding windows are not lent to others; use {remedy}",
+                metadata={"feature": "pulls of models with sliding windows", "howToEnable": remedy},
+            )
         taking = [tier.peers for tier in KvGrpcTier.opened if tier.address == self._address]
         peers = next((each for each in taking if each is not None), None)
         if peers is None:

@@ -216,6 +216,10 @@ class KvGrpcTier(SecondaryTierManager):
         """Chunks that other engines or the store have behind the ``first`` leading ones of a prompt. Blocks."""
         return self._source(_hexes(prompt), first).count_leading(self._names(prompt[first:]), self._timeout)
 
+    def present_in_store(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Returns which of these chunks the store has; none of one that is down. Blocks."""
+        return self._stored(self._names(keys), alone=False)
+
     # On the tier's own threads.
 
     def _contained(self, keys: Sequence[OffloadKey], context: ReqContext) -> list[bool]:

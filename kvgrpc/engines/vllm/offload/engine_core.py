@@ -70,6 +70,10 @@ class EngineCore:
                 return number
         return len(keys)
 
+    def present_on_device(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Returns which of them it has, by reads as those of ``leading_on_device``."""
+        return [self.leading_on_device([key]) == 1 for key in keys]
+
     def device_blocks(self) -> tuple[int, int]:
         """All blocks, and those that are not free to be given away at once; the null block, which no request gets, is
         none of them."""

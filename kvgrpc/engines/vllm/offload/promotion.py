@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, TierFilter
 from vllm.v1.kv_offload.tiering.base import ParentManager, TransferJob
 
+from kvgrpc.engines.vllm.offload.windows import WindowChunks
 from kvgrpc.errors import Failure, StorageFailed
 from kvgrpc.prefetch.model import OperationState, Stop
 from kvgrpc.prefetch.orders import EngineOrders
@@ -36,7 +38,8 @@ class _Known(enum.IntEnum):
 class Promotion:
     """``name``: vLLM's keys of page hashes; ``on_device``: how many leading ones of the keys that it is given need not
     come, because requests find them there first; ``room``: chunks that it may bring, by what others fill and pin now;
-    ``is_full``: whether vLLM's host memory has no chunk that could be evicted.
+    ``is_full``: whether vLLM's host memory has no chunk that could be evicted; ``windows``: chunks of other layers,
+    which come last.
 
     The leading chunks that the host has already are pinned until its end, because what is brought stands behind them:
     ``pinned`` are vLLM's jobs for them, to be reported as finished once the promotion has ended.
@@ -52,6 +55,7 @@ class Promotion:
         chunk_tokens: int,
         is_full: Callable[[], bool] = lambda: False,
         on_device: Callable[[Sequence[OffloadKey]], int] = lambda keys: 0,
+        windows: WindowChunks | None = None,
     ) -> None:
         self.operation = operation
         self.pinned: list[TransferJob] = []
@@ -67,8 +71,9 @@ class Promotion:
         # Leading chunks that requests find on the device, as far as was looked; and that it is known which are covered.
         self._leading_on_device, self._on_device, self._begun = on_device, 0, False
         # In their order: those that it had to bring, and how many of them vLLM fills no more.
-        self._moving: list[int] = []
+        self._moving: list[OffloadKey] = []
         self._moved = 0
+        self._windows, self._reserved = windows, 0 if windows is None else windows.most
         # How many of those that came were told.
         self._followed = 0
         self._stop, self._why_lost = Stop.NONE, _LOST
@@ -76,7 +81,8 @@ class Promotion:
     @property
     def held(self) -> int:
         """Chunks of the host that it fills or pins."""
-        return len(self._moving) + sum(len(each.keys) for each in self.pinned)
+        own = len(self._moving) - (0 if self._windows is None else len(self._windows.brought))
+        return own + self._reserved + sum(len(each.keys) for each in self.pinned)
 
     def came(self) -> Sequence[OffloadKey]:
         """The chunks that it brought since it was asked last."""
@@ -101,7 +107,8 @@ class Promotion:
                 return False
         self._ask(parent, looks)
         self._count_in_host(parent, looks)
-        if self._there < self._end or self._still_moves(parent, looks):
+        came = self._there == self._end and self._windows_came(parent, looks, cut=stop is not Stop.NONE)
+        if not came or self._still_moves(parent, looks):
             self._tell(OperationState.TRANSFERRING if self._moving else OperationState.QUERYING)
             return False
         parent.on_request_finished(self._context)
@@ -135,7 +142,7 @@ class Promotion:
         if self._on_device == self._covered:
             self._on_device += self._leading_on_device(self._keys[self._covered : last])
         while self._covered < last:
-            here = self._near(parent, self._covered) is LookupResult.HIT
+            here = self._near(parent, self._keys[self._covered]) is LookupResult.HIT
             if not here and self._covered >= self._on_device:
                 break
             if here:
@@ -158,7 +165,7 @@ class Promotion:
                 break
             if self._known[index] is _Known.FOUND:
                 continue
-            if len(self._moving) >= self._room(self):
+            if len(self._moving) >= self._room(self) - self._reserved:
                 self._end, self._stop = index, Stop.CAPACITY if self._moving else Stop.RATE_LIMITED
                 break
             left -= 1
@@ -179,12 +186,12 @@ class Promotion:
     def _note_found(self, index: int, result: LookupResult) -> None:
         self._known[index] = _Known.FOUND
         if result is LookupResult.HIT_PENDING:
-            self._moving.append(index)
+            self._moving.append(self._keys[index])
 
     def _count_in_host(self, parent: ParentManager, looks: int) -> None:
         """Advances past the leading chunks that are in the host now; ends at one that is lost."""
         for _ in range(min(looks, self._found - self._there)):
-            result = self._near(parent, self._there)
+            result = self._near(parent, self._keys[self._there])
             if result is LookupResult.HIT_PENDING:
                 return
             if result is LookupResult.MISS:
@@ -195,18 +202,44 @@ class Promotion:
 
     def _still_moves(self, parent: ParentManager, looks: int) -> bool:
         """True if vLLM may still fill a chunk for it."""
-        for index in self._moving[self._moved : self._moved + looks]:
-            if self._near(parent, index) is LookupResult.HIT_PENDING:
+        for key in self._moving[self._moved : self._moved + looks]:
+            if self._near(parent, key) is LookupResult.HIT_PENDING:
                 return True
             self._moved += 1
         return self._moved < len(self._moving)
 
-    def _near(self, parent: ParentManager, index: int) -> LookupResult:
+    def _windows_came(self, parent: ParentManager, looks: int, cut: bool) -> bool:
+        """True if it is there for all leading chunks; those that lack it do not count. ``cut``: no more is brought."""
+        if self._windows is None:
+            return True
+        look = self._near if cut else self._ask_for_window
+        self._there, over = self._windows.step(self._there, partial(look, parent), looks)
+        self._found = self._end = self._there
+        self._covered = min(self._covered, self._there)
+        return over
+
+    def _ask_for_window(self, parent: ParentManager, key: OffloadKey, page: int) -> LookupResult:
+        assert self._windows is not None
+        self._context.set_offload_key_position(key, (page + 1) * self._chunk_tokens)
+        result = parent.lookup(key, self._context)
+        if result is LookupResult.HIT_PENDING and key not in self._windows.brought:
+            self._windows.brought[key] = page
+            self._moving.append(key)
+        elif result is LookupResult.MISS and self._stop is Stop.NONE and self._is_full():
+            self._stop = Stop.CAPACITY
+        return result
+
+    def _near(self, parent: ParentManager, key: OffloadKey, page: int = 0) -> LookupResult:
         self._context.load_tier_filter = NEAR
         try:
-            return parent.lookup(self._keys[index], self._context)
+            return parent.lookup(key, self._context)
         finally:
             self._context.load_tier_filter = TierFilter.ALL
+
+    @property
+    def _of_windows(self) -> int:
+        """Chunks of windows that it brought and that count."""
+        return 0 if self._windows is None else self._windows.came(self._there)
 
     def _tell(self, state: OperationState) -> None:
         self._orders.tell(
@@ -216,13 +249,13 @@ class Promotion:
             hit=self._found - self._covered,
             agreed=self._found,
             completed=self._there,
-            nbytes=(self._there - self._covered) * self._chunk_bytes,
+            nbytes=(self._there - self._covered + self._of_windows) * self._chunk_bytes,
         )
 
     def _finish(self) -> None:
         self._tell(OperationState.ENDING)
-        came, stop = self._there - self._covered, self._stop
-        if self._covered == len(self.operation.hashes):
+        came, stop = self._there - self._covered + self._of_windows, self._stop
+        if self._covered == len(self.operation.hashes) and not came:
             state, stop = OperationState.DECLINED, Stop.COVERED
         elif stop in (Stop.CAPACITY, Stop.RATE_LIMITED):
             state = OperationState.DONE if came else OperationState.DECLINED

@@ -76,6 +76,10 @@ class Questions:
                 break
         return found
 
+    def present_in_host(self, keys: Sequence[OffloadKey], timeout: float) -> list[bool]:
+        """Returns which of them the host has, of KEYS_OF_A_QUESTION at most. Raises as ``ask``."""
+        return self.ask(partial(present_in_host, keys=keys), timeout)
+
     def answer(self, parent: ParentManager) -> None:
         """Those that wait now, in their order, as far as there is time."""
         end = time.monotonic() + ANSWERING_SECONDS
@@ -110,3 +114,8 @@ def looking(parent: ParentManager) -> Iterator[Callable[[OffloadKey], LookupResu
 def leading_in_host(parent: ParentManager, keys: Sequence[OffloadKey]) -> int:
     with looking(parent) as look:
         return next((number for number, key in enumerate(keys) if look(key) is not LookupResult.HIT), len(keys))
+
+
+def present_in_host(parent: ParentManager, keys: Sequence[OffloadKey]) -> list[bool]:
+    with looking(parent) as look:
+        return [look(key) is LookupResult.HIT for key in keys]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -77,10 +78,24 @@ class OffloadedCache:
     def lookup(
         self, hashes: Sequence[str], timeout: float, *, extra_key: str = "", storage: bool = True
     ) -> tuple[int, int, int]:
-        keys = self._names.keys(hashes)
-        device = self._core.leading_on_device(keys)
-        near = device + self._questions.leading_in_host(keys[device:], timeout)
-        return device, near, near + (self._behind(keys, near) if storage else 0)
+        keys, end = self._names.keys(hashes), time.monotonic() + timeout
+
+        def left() -> float:
+            return max(0.0, end - time.monotonic())
+
+        def in_host(keys: Sequence[OffloadKey]) -> list[bool]:
+            return self._questions.present_in_host(keys, left())
+
+        def anywhere(keys: Sequence[OffloadKey]) -> list[bool]:
+            stored = [tier.present_in_store(keys) for tier in self._tiers()]
+            return [any(each) for each in zip(in_host(keys), *stored, strict=True)]
+
+        device = self._names.usable(hashes, self._core.leading_on_device(keys), 0, self._core.present_on_device)
+        there = device + self._questions.leading_in_host(keys[device:], left())
+        near = self._names.usable(hashes, there, device, in_host)
+        if not storage:
+            return device, near, near
+        return device, near, self._names.usable(hashes, there + self._behind(keys, there), near, anywhere)
 
     def start(self, order: Order) -> Operation:
         if order.kind is OperationKind.BACKUP:
