@@ -29,13 +29,14 @@ from tests.support.waiting import wait_until
 HALF, STUCK = 2**63 - 25, 4242
 
 ROOT = Path(__file__).parents[3]
-DOCUMENTS = ("README.md", "docs/operations.md", "docs/watch.md", "docs/engines/sglang.md")
+# Lab books say what was typed on their day.
+DOCUMENTS = (ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "lab"))
 
 
 def documented_commands() -> list[str]:
-    text = "\n".join((ROOT / name).read_text() for name in DOCUMENTS)
+    text = "\n".join(page.read_text() for page in DOCUMENTS)
     blocks = re.findall(r"^```\w*$(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return re.findall(r"^kvgrpc .+$", "".join(blocks), re.MULTILINE)
+    return sorted(set(re.findall(r"^(?:\$ )?(kvgrpc .+)$", "".join(blocks), re.MULTILINE)))
 
 
 @dataclass
