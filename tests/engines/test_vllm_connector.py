@@ -122,11 +122,17 @@ def test_a_state_of_one_block_a_request_is_that_block_whatever_the_length() -> N
     assert [state.blocks_of(([11], [31]), 0, stop) for stop in (0, 1, 40, 512)] == [(), (31,), (31,), (31,)]
 
 
-def test_a_state_that_has_gone_past_the_last_token_but_one_is_given_to_nobody() -> None:
-    """The tokens of a prompt of embeddings are not known, so prefill cannot leave the last one away."""
+@pytest.mark.parametrize("prompt", ["of embeddings", "of which the log-probabilities are wanted"])
+def test_a_state_that_has_gone_past_the_last_token_but_one_is_given_to_nobody(prompt: str) -> None:
+    """The tokens of embeddings are not known, so prefill cannot leave the last one away, and what is wanted of each
+    token is wanted of the last one too."""
     scheduler, asked = Scheduler(True, WITH_STATES), request(AT_PREFILL, 40)
-    asked.prompt_embeds = torch.zeros(1)
+    if prompt == "of embeddings":
+        asked.prompt_embeds = torch.zeros(1)
+    else:
+        asked.sampling_params = SamplingParams(max_tokens=1, prompt_logprobs=1)
     scheduler.on_new(asked)
+    assert asked.num_prompt_tokens == 40
     scheduler.on_blocks(asked, blocks_of_groups([11, 12, 13], [0, 0, 31]), 0)
     asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
     assert not scheduler.on_finished(asked, ([11, 12, 13], [0, 0, 31]))[0]

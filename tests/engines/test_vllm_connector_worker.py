@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
+    SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     SparseCacheRole,
@@ -163,6 +164,11 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
         ),
         (engine(), cache_config(latents(tokens_per_state=4)), "layers of the kind COMPRESSED: .*never"),
         (
+            engine(),
+            cache_config(attention(SinkFullAttentionSpec, sink_len=BLOCK)),
+            r"layers of the kind SinkFullAttentionSpec: .*never.*\"untried\": \"SinkFullAttentionSpec\"",
+        ),
+        (
             engine(extra={"untried": "dcp"}, decode_context_parallel_size=2),
             cache_config(attention()),
             r"--decode-context-parallel-size 2 without latents \(MLA\), with .*: .*; use --decode-context",
@@ -186,6 +192,11 @@ def state(kind: str = "GDN_ATTN", **more: Any) -> MambaSpec:
             of_latents({"untried": "dcp"}, cp_kv_cache_interleave_size=4),
             cache_config(latents()),
             "--cp-kv-cache-interleave-size above 1: .*one by one; use --cp-kv-cache-interleave-size 1",
+        ),
+        (
+            of_latents({"untried": "dcp,context"}, prefill_context_parallel_size=2),
+            cache_config(latents()),
+            "--decode-context-parallel-size 2 with --prefill-context-parallel-size 2: .*; use one of the two",
         ),
         (of_latents({}), cache_config(latents()), '--decode-context-parallel-size 2: .*never run.*"untried": "dcp"'),
         (
@@ -371,6 +382,7 @@ def test_each_group_of_layers_is_a_pool_and_those_that_see_all_tokens_come_first
         (("MAMBA1",), {"untried": " mamba1"}),
         (("MAMBA1", "LINEAR"), {"untried": ["LINEAR", "MAMBA1"]}),
         ((latents(cache_role=SparseCacheRole.INDEXER, tokens_per_state=4),), {"untried": "indexer,compressed"}),
+        ((attention(SinkFullAttentionSpec, sink_len=BLOCK),), {"untried": "SinkFullAttentionSpec"}),
     ],
 )
 def test_kinds_of_layers_that_were_never_run_are_served_to_who_asks_for_them(kinds: Any, extra: Any) -> None:

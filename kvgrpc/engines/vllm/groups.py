@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 KV = "kv"
 # Kinds of layers of which a hand-off with tokens equal was seen. Others are for who asks for them by name.
 _TRIED = frozenset({"GDN_ATTN", "MAMBA2", "SHORT_CONV", "ChunkedLocalAttentionSpec"})
+_FULL = (FullAttentionSpec, MLAAttentionSpec)
 _WINDOWS = (SlidingWindowSpec, SlidingWindowMLASpec, ChunkedLocalAttentionSpec)
 # Where a request has no block, because none of its next tokens will look there: vLLM's null block.
 _NONE = 0
@@ -106,17 +107,19 @@ def has_latents_alone(specs: Sequence[Any]) -> bool:
 
 
 def untried_kinds(kv_cache_config: Any) -> set[str]:
-    """By vLLM's own names: MAMBA2, SHORT_CONV, ... of states, ChunkedLocalAttentionSpec, ... of windows; INDEXER, of
-    caches in which a layer looks for the tokens that it attends to, and COMPRESSED, of those that keep one of several
-    tokens, or several of one.
+    """By vLLM's own names: MAMBA2, SHORT_CONV, ... of states, ChunkedLocalAttentionSpec, ... of windows,
+    SinkFullAttentionSpec, ... of layers that see all tokens in a way of their own; INDEXER, of caches in which a
+    layer looks for the tokens that it attends to, and COMPRESSED, of those that keep one of several tokens, or several
+    of one.
     """
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group.kv_cache_spec)]
     states = {str(getattr(each.mamba_type, "name", each.mamba_type)) for each in specs if isinstance(each, MambaSpec)}
     windows = {type(each).__name__ for each in specs if isinstance(each, _WINDOWS[1:])}
+    full = {type(each).__name__ for each in specs if isinstance(each, FullAttentionSpec) and type(each) not in _FULL}
     attention = [spec for spec in specs if isinstance(spec, (FullAttentionSpec, *_WINDOWS))]
     sparse = {"INDEXER" for spec in attention if getattr(getattr(spec, "cache_role", None), "name", "") == "INDEXER"}
     packed = {"COMPRESSED" for spec in attention if getattr(spec, "tokens_per_state", 1) != 1}
-    return (states | windows | sparse | packed) - _TRIED
+    return (states | windows | full | sparse | packed) - _TRIED
 
 
 def specs_of(spec: Any) -> Sequence[Any]:

@@ -66,6 +66,13 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
             "use --decode-context-parallel-size 1",
         ),
         (
+            dcp > 1 and parallel.prefill_context_parallel_size > 1,
+            f"--decode-context-parallel-size {dcp} with --prefill-context-parallel-size "
+            f"{parallel.prefill_context_parallel_size}",
+            "vLLM then deals tokens to the context parallel ranks, of which kvgrpc takes each to have all",
+            "use one of the two",
+        ),
+        (
             dcp > 1 and getattr(parallel, "cp_kv_cache_interleave_size", 1) > 1,
             "--cp-kv-cache-interleave-size above 1",
             "tokens are handed over one by one",
