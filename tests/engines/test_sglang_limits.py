@@ -13,15 +13,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt import runtime_context
 from sglang.srt.arg_groups.arg_utils import Derived, namespace_of
 from sglang.srt.arg_groups.fields.parallel import Parallel
 from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.environ import envs
+from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import resolve_kv_cache_quant
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPoolFP4
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from kvgrpc.engines.compatibility import (
     DECODE_STAGES,
@@ -364,11 +368,41 @@ def test_a_draft_model_of_its_own_is_refused_also_where_speculation_is_asked_for
         limits.check_supported(SimpleNamespace(**vars(kv_args()), num_draft_entries=2))
 
 
-def test_drafts_without_layers_are_refused_beside_states_alone(settings: dict[str, dict[str, Any]]) -> None:
-    settings["spec"]["speculative_algorithm"] = "NGRAM"
-    limits.check_supported(kv_args())
-    with pytest.raises(FeatureDisabled, match=r"--speculative-algorithm NGRAM with states besides the KV cache"):
-        limits.check_supported(kv_args(StateType.MAMBA))
+@pytest.mark.parametrize(("algorithm", "layers"), [("DFLASH", 2), ("DSPARK", 2), ("FROZEN_KV_MTP", 0), ("NGRAM", 0)])
+def test_drafts_that_nobody_has_run_are_served_to_who_asks_for_them_by_name(
+    settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, algorithm: str, layers: int
+) -> None:
+    """Those without layers of their own too: what they start from at decode is SGLang's own, and was not seen."""
+    assert algorithm in SpeculativeAlgorithm.__members__
+    settings["spec"]["speculative_algorithm"] = algorithm
+    given = [SimpleNamespace(**vars(kv_args(*states)), num_draft_entries=layers) for states in ((), (StateType.MAMBA,))]
+    for what in given:
+        with pytest.raises(FeatureDisabled, match=rf"--speculative-algorithm {algorithm}.*: .*others were never run"):
+            limits.check_supported(what)
+    monkeypatch.setenv(limits.UNTRIED, limits.SPECULATIVE)
+    for what in given:
+        limits.check_supported(what)
+
+
+@pytest.mark.parametrize("dtype", ["nvfp4", "fp4_mx_block16"])
+def test_a_cache_of_four_bits_whose_scales_sglang_does_not_tell_of_is_refused(
+    settings: dict[str, dict[str, Any]], dtype: str
+) -> None:
+    assert resolve_kv_cache_quant(dtype) == dtype, "SGLang has no such cache"
+    limits.check_supported(SimpleNamespace(**vars(kv_args()), kv_cache_dtype_str="fp8_e4m3"))
+    with pytest.raises(FeatureDisabled, match=f"--kv-cache-dtype {dtype}: .*scales.*; use --kv-cache-dtype fp8_e4m3"):
+        limits.check_supported(SimpleNamespace(**vars(kv_args()), kv_cache_dtype_str=dtype))
+
+
+def test_sglang_tells_a_transfer_backend_nothing_of_the_scales_of_such_a_cache() -> None:
+    """The reason why it is refused."""
+    pool = MLATokenToKVPoolFP4(
+        64, 16, torch.float4_e2m1fn_x2, kv_lora_rank=32, qk_rope_head_dim=16, layer_num=2, device="cpu",
+        enable_memory_saver=False,
+    )  # fmt: skip
+    told, _, _ = pool.get_contiguous_buf_infos()
+    assert told == [values.data_ptr() for values in pool.kv_buffer]
+    assert len(pool.kv_scale_buffer) == 2
 
 
 def test_memory_that_comes_and_goes_is_refused(settings: dict[str, dict[str, Any]]) -> None:

@@ -32,6 +32,7 @@ UNTRIED = "KVGRPC_UNTRIED"
 SPECULATIVE, CHECKSUM, OPTIMISTIC = "speculative", "checksum", "optimistic"
 CONTEXT, DCP, UNIFIED = "context", "dcp", "unified"
 _HOST_THRESHOLD = "disaggregation_decode_host_receive_threshold"
+_FOUR_BITS = ("nvfp4", "fp4_mx_block16")
 
 
 def check_supported(kv_args: Any, latents: bool = False) -> None:
@@ -56,6 +57,12 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
             "of such pools those of sliding windows, in pages of tokens and heads, and of one state a request (mamba) "
             "alone were ever run",
             f"set {UNTRIED}={','.join(untried)} on both sides, or use another transfer backend",
+        ),
+        (
+            getattr(kv_args, "kv_cache_dtype_str", "") in _FOUR_BITS,
+            f"--kv-cache-dtype {getattr(kv_args, 'kv_cache_dtype_str', '')}",
+            "SGLang tells a transfer backend of the values of such a cache, and not of the scales of their blocks",
+            "use --kv-cache-dtype fp8_e4m3 or bfloat16",
         ),
         (
             is_unified and (parallel.pp_size > 1 or bool(getattr(kv_args, "num_draft_entries", 0))),
@@ -109,7 +116,7 @@ def check_supported(kv_args: Any, latents: bool = False) -> None:
             "use EAGLE or EAGLE3, or leave it out",
         ),
         (
-            bool(getattr(kv_args, "num_draft_entries", 0) or (algorithm and states))
+            bool(getattr(kv_args, "num_draft_entries", 0) or algorithm)
             and not drafts_as_run
             and SPECULATIVE not in asked,
             f"--speculative-algorithm {algorithm}" + f" with {beside}" * bool(beside),
