@@ -20,7 +20,7 @@ from kvgrpc.engines.vllm.scheduler import UNUSED
 from kvgrpc.v1 import common_pb2
 from tests.engines.engine import LOCAL
 from tests.engines.model import Case, Reference
-from tests.engines.stages import handed_over
+from tests.engines.stages import MOST_TRIES, Asked, handed_over, wait_for
 from tests.engines.vllm_engine import BLOCK, VllmEngine, VllmPair
 
 pytestmark = pytest.mark.timeout(700)
@@ -138,13 +138,31 @@ def test_an_address_that_is_none_fails_that_request_alone(
     check(pair, reference.case(50))
 
 
-def test_a_decode_that_gives_up_gives_prefill_its_pages_back(pair: VllmPair, reference: Reference) -> None:
+def test_a_decode_that_gives_up_has_its_blocks_back(pair: VllmPair, reference: Reference) -> None:
     """Prefill never hears of the request: decode waits for it until its client goes."""
     waiting = pair.submit_to_decode(reference.case(100).prompt, 8)
     assert not waiting.wait(1.0)
     pair.decode.abort(waiting)
     waiting.failure(5)
     assert pair.decode.is_empty()
+
+
+def test_a_client_that_gives_up_at_prefill_ends_the_request_at_decode_with_the_reason(
+    pair: VllmPair, reference: Reference
+) -> None:
+    """Seen in prefill's room, which may be over before anybody looks: then with another prompt."""
+    for _ in range(MOST_TRIES):
+        asked = Asked(pair, reference.case(480), pair.room())
+        waiting, given_up = asked.ask_decode(), asked.ask_prefill()
+        wait_for(pair.prefill, asked.number, lambda found: found.local_handle, waiting)
+        pair.prefill.abort(given_up)
+        assert given_up.wait() and waiting.wait(), f"{pair.prefill.log_tail()}\n{pair.decode.log_tail()}"
+        if waiting.error is not None:
+            assert f"room {asked.number}: ROOM_CANCELLED" in pair.decode.reason()
+            assert pair.prefill.is_empty() and pair.decode.is_empty()
+            return
+        assert waiting.tokens == asked.case.tokens
+    raise AssertionError(f"each prompt was computed before it was given up\n{pair.prefill.log_tail()}")
 
 
 def test_a_prefill_whose_decode_was_given_up_gives_its_pages_back(pair: VllmPair, reference: Reference) -> None:
