@@ -436,7 +436,8 @@ def engine_arguments(model: Path, tp: int) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "disable_overlap_schedule": True,
-        "mem_fraction_static": 0.1,
+        # Of what is free when it starts: others that start meanwhile take some of it, and SGLang counts it as its own.
+        "mem_fraction_static": 0.5,
         "max_running_requests": 8,
         "context_length": 512,
         "max_total_tokens": 4096,

@@ -93,6 +93,6 @@ def get(port: int, path: str) -> str:
 # docs/engines/sglang.md, "On a machine without a GPU".
 WITHOUT_GPU = (
     f"--skip-tokenizer-init --device cpu --dtype float32 --page-size {PAGE} --attention-backend torch_native"
-    " --sampling-backend pytorch --grammar-backend none --disable-overlap-schedule --mem-fraction-static 0.1"
+    " --sampling-backend pytorch --grammar-backend none --disable-overlap-schedule --mem-fraction-static 0.5"
     " --max-running-requests 8 --context-length 512 --max-total-tokens 4096"
 ).split()
