@@ -255,6 +255,8 @@ def test_the_settings_that_are_looked_at_have_the_names_of_vllms() -> None:
         (ParallelConfig, "cp_kv_cache_interleave_size"),
         (ParallelConfig, "prefill_context_parallel_size"),
         (ParallelConfig, "data_parallel_index"),
+        (ParallelConfig, "nnodes"),
+        (ParallelConfig, "master_addr"),
     ):
         assert name in {field.name for field in fields(kind)}
     assert SlidingWindowMLASpec.prefix_replay_tokens
@@ -526,14 +528,15 @@ def test_a_worker_of_both_roles_has_two_ranks_and_the_ports_of_the_settings_once
 
 
 @pytest.mark.parametrize(
-    ("environment", "address"),
+    ("environment", "nodes", "address"),
     [
-        ({}, "127.0.0.1:8998"),
-        ({"VLLM_HOST_IP": "10.0.0.1"}, "10.0.0.1:8998"),
+        ({}, 1, "127.0.0.1:8998"),
+        ({"VLLM_HOST_IP": "10.0.0.1"}, 1, "10.0.0.1:8998"),
+        ({"VLLM_HOST_IP": "10.0.0.1"}, 2, "10.0.0.9:8998"),  # of the node with the first worker, which serves it
     ],
 )
-def test_prefill_answers_the_address_that_others_dial(environment: dict[str, str], address: str) -> None:
-    config = engine()
+def test_prefill_answers_the_address_that_others_dial(environment: dict[str, str], nodes: int, address: str) -> None:
+    config = engine(nnodes=nodes)
     config.kv_transfer_config.engine_id = "e"
     assert reached(config, environment) == {"remote_bootstrap_addr": f"http://{address}", "remote_engine_id": "e"}
 
