@@ -11,7 +11,7 @@ from kvgrpc.client import SyncClient
 from kvgrpc.v1 import common_pb2 as pb
 from tests.engines.model import StatesReference
 from tests.engines.pipeline import check
-from tests.engines.stages import handed_over, rank_address
+from tests.engines.stages import Asked, handed_over, rank_address, wait_for
 from tests.engines.vllm_engine import IN_32_BITS, VllmPair
 
 pytestmark = pytest.mark.timeout(700)
@@ -64,8 +64,9 @@ def test_requests_at_once_keep_their_states_apart(pair: VllmPair, model: StatesR
 def test_a_prefill_that_is_killed_ends_what_waits_for_it_and_another_one_serves(
     pair: VllmPair, model: StatesReference
 ) -> None:
-    waiting = pair.submit_to_decode(model.case(300).prompt, 8)
-    assert not waiting.wait(0.5)
+    asked = Asked(pair, model.case(300), pair.room())
+    waiting = asked.ask_decode()
+    wait_for(pair.prefill, asked.number, lambda found: found.pages > 0)
     pair.prefill.kill()
     waiting.failure(QUIET_SECONDS)
     assert "PEER_LOST" in pair.decode.reason()
