@@ -113,6 +113,19 @@ class Confusing(Forgetful):
         return pb.RegisterResponse(leases=[pb.RankLease(rank=each.rank, lease_id=7) for each in request.rows])
 
 
+async def refused_by(told: Forgetful) -> InvalidRequest:
+    """What whoever registers two ranks there is told, which names the registry."""
+    server = grpc.aio.server()
+    add_RegistryServiceServicer_to_server(told, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    with pytest.raises(InvalidRequest) as wrong:
+        await Registration(dial, address, ranks(TP2)).start(5)
+    assert address in wrong.value.message
+    await server.stop(0)
+    return wrong.value
+
+
 class TestRegistration:
     async def test_keeps_rows_registered_for_longer_than_their_ttl(self) -> None:
         brief = await Served(ttl=0.6).start()
@@ -298,15 +311,8 @@ class TestRegistration:
     async def test_a_registry_that_names_too_few_leases_is_told_by_the_field_and_gets_the_rows_back(self) -> None:
         """A caller got Python's words about zip, and a cache in an engine never tried again."""
         told = Forgetful(Duration(seconds=10))  # type: ignore[abstract]
-        server = grpc.aio.server()
-        add_RegistryServiceServicer_to_server(told, server)
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-        with pytest.raises(InvalidRequest) as wrong:
-            await Registration(dial, address, ranks(TP2)).start(5)
-        assert wrong.value.metadata["field"] == "leases" and address in wrong.value.message
-        assert told.deregistered == 2
-        await server.stop(0)
+        wrong = await refused_by(told)
+        assert wrong.metadata["field"] == "leases" and told.deregistered == 2
 
     @pytest.mark.parametrize(("at_a_time", "field"), [(2, "leases[1].lease_id"), (1, "leases[0].lease_id")])
     async def test_one_lease_for_two_rows_is_no_lease(
@@ -315,15 +321,8 @@ class TestRegistration:
         """The first of them was forgotten: it was said to be registered, was renewed by nobody and never came back."""
         monkeypatch.setattr(wire, "MAX_ROWS_PER_REQUEST", at_a_time)
         told = Confusing(Duration(seconds=10))  # type: ignore[abstract]
-        server = grpc.aio.server()
-        add_RegistryServiceServicer_to_server(told, server)
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-        with pytest.raises(InvalidRequest) as wrong:
-            await Registration(dial, address, ranks(TP2)).start(5)
-        assert (wrong.value.metadata["field"], wrong.value.metadata["value"]) == (field, "7")
-        assert address in wrong.value.message and told.deregistered == 2
-        await server.stop(0)
+        wrong = await refused_by(told)
+        assert (wrong.metadata["field"], wrong.metadata["value"]) == (field, "7") and told.deregistered == 2
 
     async def test_a_start_whose_answer_came_too_late_leaves_nothing_behind(
         self, served: Served, monkeypatch: pytest.MonkeyPatch
